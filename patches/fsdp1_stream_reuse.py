@@ -14,7 +14,7 @@ later hybrid root would run on it and overlap with nothing.
 Upstream: https://github.com/pytorch/pytorch/issues/154657 (a request for FSDP2; there is none for
 FSDP1).
 
-Versions: written against 2.7 to 2.15, whose function is the same; run with 2.7.1 and 2.13.0, on
+Versions: written against 2.7 to 2.15, which have the same function; run with 2.7.1 and 2.13.0, on
 CPUs.
 """
 

@@ -5,9 +5,9 @@ Target: ``FSDPParamGroup.post_forward`` of
 
 Why: the backward prefetches in the reverse order in which forwards ended. If a checkpointed block
 contains units (``parallel.wrap=block_attn_mlp``), the backward runs their forwards once more. Up to
-torch 2.9 units whose backward has not begun by then are added to the order a second time, and
-freed: they are gathered again, and units whose backward is over are prefetched and kept until its
-end. Results stay right; the cost is communication and memory. With the patch, as with the upstream
+torch 2.9 units that have not begun their backward by then are added to the order a second time, and
+freed: they are gathered again, and units that have ended it are prefetched and kept until its end.
+Results stay right; the cost is communication and memory. With the patch, as with the upstream
 fix, parameters gathered for the recomputation stay until their backward.
 
 Not covered: compiled autograd, which FSDPToys does not use.

@@ -13,7 +13,7 @@ together before their first forward. The price: collectives of two roots queue u
 Upstream: https://github.com/pytorch/pytorch/issues/154657,
 https://github.com/pytorch/pytorch/pull/165024
 
-Versions: written against 2.7 to 2.15, whose contexts have the same four streams; run with 2.7.1 and
+Versions: written against 2.7 to 2.15, which have the same four streams; run with 2.7.1 and
 2.13.0, on CPUs.
 """
 

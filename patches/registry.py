@@ -1,6 +1,6 @@
 """Patches by name: choose those of a run, apply them, and undo them.
 
-``auto`` takes every patch of the strategy whose range includes the installed torch. A named patch
+``auto`` takes every patch of the strategy that is for the installed torch. A named patch
 that would do nothing is refused before any worker starts. Patches are process-wide and are applied
 before the model is wrapped; several holders may apply the same one, and the last to undo restores
 PyTorch's attribute. A root keeps the streams of its first forward.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_kept: dict[tuple[torch.device, str, object], Any] = {}
+_shared_streams: dict[tuple[torch.device, str, object], Any] = {}
 
 
 def share_streams(owner: Any, attributes: Iterable[str], device: torch.device) -> None:
@@ -29,7 +29,7 @@ def share_streams(owner: Any, attributes: Iterable[str], device: torch.device) -
     for attribute in attributes:
         stream = getattr(owner, attribute)
         key = (device, attribute, _priority_of(stream))
-        setattr(owner, attribute, _kept.setdefault(key, stream))
+        setattr(owner, attribute, _shared_streams.setdefault(key, stream))
 
 
 def has_other_roots(model: nn.Module) -> bool:
@@ -48,7 +48,7 @@ def has_other_roots(model: nn.Module) -> bool:
         is_inner = bool(roots) and (not roots[-1] or name.startswith(f"{roots[-1]}."))
         if isinstance(module, (FSDPModule, FullyShardedDataParallel)) and not is_inner:
             roots.append(name)
-    return bool(_kept) or len(roots) > 1
+    return bool(_shared_streams) or len(roots) > 1
 
 
 def _priority_of(stream: Any) -> object:

@@ -17,8 +17,8 @@ follows each table, to compare two versions of the program.
   flat and per-parameter sharding: their last bits then differ, and the table says so. With bf16
   parameters FSDP1 accumulates micro-batches in bf16, the others in float32.
 - portable mode (``train.sum_dtype=float32 optim.implementation=for_loop``, PyTorch's kernels,
-  experts one by one): runs on every device, and is the only mode for NPUs, whose collectives have
-  no float64. Norms are rounded in the order of sharding, so only strategies with equal sharding
+  experts one by one): runs on every device, and is the only mode for NPUs (their collectives have
+  no float64). Norms are rounded in the order of sharding, so only strategies with equal sharding
   agree in every bit; every loss is within 1e-6 of the one process in float32. ``--against-cpu``
   also trains every row on CPU ranks in the same arithmetic and prints the difference of the losses,
   which is no breach: another kernel may round otherwise.
@@ -39,10 +39,8 @@ Exits with status 1 on any breach.
 import argparse
 import hashlib
 import json
-import math
 import os
 import sys
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -63,21 +61,17 @@ from scripts.equality.layout_table import LAYOUTS
 from scripts.equality.parity_bugs import BUGS, compare_all
 from scripts.equality.parity_rows import (
     FLOAT32_ONLY,
-    FSDP2_ON_THE_SAME_MESH,
     MODES,
-    NATIVE,
     PRESETS,
-    REDUCES_OFTENER,
-    SHARDS_OTHERWISE,
     STRATEGIES,
+)
+from scripts.equality.parity_verdicts import (
+    judge,
+    max_loss_difference,
+    max_norm_difference,
 )
 from tests.harness.outcomes import Outcome, train_all
 from tests.harness.ranks import run_ranks
-
-LOSS_TOLERANCE = 1e-6
-"""Relative, in float32 and default mode."""
-BF16_LOSS_TOLERANCE = 1e-4
-"""Relative, with bf16 parameters in default mode."""
 
 
 def overrides(args: argparse.Namespace, model: str, mode: str, dtype: str) -> list[str]:
@@ -92,9 +86,11 @@ def overrides(args: argparse.Namespace, model: str, mode: str, dtype: str) -> li
     return [*line.split(), *MODES[mode]]
 
 
-def row_config(words: list[str], world_size: int, device: str) -> Config:
+def row_config(row_overrides: list[str], world_size: int, device: str) -> Config:
     """Compose and check the configuration of one row."""
-    return configured([*words, f"launch.device={device}"], world_size, device=device)
+    return configured(
+        [*row_overrides, f"launch.device={device}"], world_size, device=device
+    )
 
 
 def train_titled(configs: list[Config], titles: list[str]) -> list[Outcome]:
@@ -104,78 +100,6 @@ def train_titled(configs: list[Config], titles: list[str]) -> list[Outcome]:
         with unit(title, announce=dist.get_rank() == 0):
             outcomes += train_all([config])
     return outcomes
-
-
-def max_loss_difference(outcome: Outcome, reference: Outcome) -> float:
-    """Largest relative difference of a step's loss."""
-    differences = [
-        abs(a - b) / abs(b)
-        for a, b in zip(outcome.losses, reference.losses, strict=True)
-    ]
-    return math.nan if any(map(math.isnan, differences)) else max(differences)
-
-
-def max_norm_difference(outcome: Outcome, reference: Outcome) -> float:
-    """Largest absolute difference of a step's gradient norm."""
-    return max(
-        abs(a - b)
-        for a, b in zip(outcome.grad_norms, reference.grad_norms, strict=True)
-    )
-
-
-@dataclass
-class Verdict:
-    """A row's text, and its breach of a promise."""
-
-    text: str
-    breach: str | None = None
-
-
-def judge(
-    name: str,
-    outcomes: dict[str, Outcome],
-    reference: Outcome,
-    world_size: int,
-    dtype: str,
-    mode: str,
-    grad_accum: int = 2,
-) -> Verdict:
-    """Compare one row with one process and, in default mode, FSDP1 with FSDP2 and a toy with
-    PyTorch's."""
-    outcome = outcomes[name]
-    where = f"{dtype} {mode} mode, {world_size} ranks"
-    portable = mode == "portable"
-    native = None if portable and name in SHARDS_OTHERWISE else NATIVE.get(name)
-    if native in outcomes and outcome != outcomes[native]:
-        return Verdict("BREACH", f"{where}: {name} differs from {native}")
-    if outcome == reference:
-        return Verdict("every bit")
-    tolerance = LOSS_TOLERANCE if dtype == "float32" else BF16_LOSS_TOLERANCE
-    # Nan is a breach too
-    if (
-        mode == "deterministic"
-        or not max_loss_difference(outcome, reference) <= tolerance
-    ):
-        return Verdict("BREACH", f"{where}: {name} differs from one process")
-    within = f"loss within {tolerance:g}"
-    twin = (FSDP2_ON_THE_SAME_MESH | NATIVE | REDUCES_OFTENER).get(name)
-    if twin is None or twin not in outcomes:
-        return Verdict(within)
-    if outcome == outcomes[twin]:
-        return Verdict(f"{within}, = {twin}")
-    adds_alike = grad_accum == 1 and not portable
-    if name in FSDP2_ON_THE_SAME_MESH:
-        if dtype == "bfloat16":
-            return Verdict(f"{within}, {twin} adds in float32")
-        adds_alike = not portable
-    if adds_alike and (
-        world_size == 2 or (world_size == 4 and name.startswith("hsdp"))
-    ):
-        return Verdict(
-            "BREACH",
-            f"{where}: {name} differs from {twin} although each reduction adds two numbers",
-        )
-    return Verdict(f"{within}, last bits != {twin}")
 
 
 def train_rows(
@@ -268,7 +192,8 @@ def compare(
             trained[device] = dict(
                 zip(names, train_rows(rows, titles, world_size, device), strict=True)
             )
-        reference, outcomes = singles[args.device], trained[args.device]
+        reference = singles[args.device]
+        outcomes = trained[args.device]
         table.add_section()
         cpu_cells = [against(reference, singles["cpu"])] if args.against_cpu else []
         for outcome in (reference, *outcomes.values()):
@@ -336,7 +261,7 @@ def check_world_sizes(world_sizes: list[int], device: str) -> None:
             )
 
 
-def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -351,7 +276,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
         "--models", nargs="+", default=PRESETS, help="presets of configs/model"
     )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "npu"])
-    named: dict[str, Any] = {
+    list_options: dict[str, Any] = {
         "nargs": "+",
         "metavar": "NAME",
     }  # a wrong one is answered with all
@@ -360,7 +285,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
         choices=list(STRATEGIES),
         default=list(STRATEGIES),
         help=f"of {', '.join(STRATEGIES)}",
-        **named,
+        **list_options,
     )
     parser.add_argument(
         "--dtypes",
@@ -380,14 +305,14 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     )
     layouts = f"{several}; all, or of {'; '.join(LAYOUTS)}"
     parser.add_argument(
-        "--layouts", choices=["all", "pairs", *LAYOUTS], help=layouts, **named
+        "--layouts", choices=["all", "pairs", *LAYOUTS], help=layouts, **list_options
     )
     bugs = f"bugs to make and to find: all, or of {'; '.join(BUGS)}"
-    parser.add_argument("--inject", choices=["all", *BUGS], help=bugs, **named)
+    parser.add_argument("--inject", choices=["all", *BUGS], help=bugs, **list_options)
     parser.add_argument(
         "--against-cpu", action="store_true", help="train every row on CPU ranks too"
     )
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     args.pairs = (
         bool(args.layouts) and "pairs" in args.layouts and "all" not in args.layouts
     )

@@ -1,4 +1,4 @@
-"""Collectives of torch that were renamed in 2.13, where the old names warn."""
+"""Collectives of torch that were renamed in 2.13. The old names warn there."""
 
 import torch.distributed as dist
 

@@ -46,7 +46,7 @@ class ParallelConfig:
 
     @property
     def reduces_often(self) -> bool:
-        """Whether gradients are reduced after each micro-batch, where that can be chosen."""
+        """Whether gradients are reduced after each micro-batch; False if that cannot be chosen."""
         return False
 
     def hooks_parts_of_blocks(self, model: ModelConfig) -> bool:

@@ -13,7 +13,7 @@ communicates:
   by their log-sum-exp. Any number of heads, and never more than two parts of other ranks' keys and
   values in memory.
 
-The last two cut sequences into 2N pieces, of which rank r keeps r and 2N-1-r: a head and a tail, so
+The last two cut sequences into 2N pieces. Rank r keeps pieces r and 2N-1-r, a head and a tail, so
 that all ranks compute equally many scores of the causal half.
 
 Gradients of parameters are sums over a sequence's parts, which the strategy sums over ranks like

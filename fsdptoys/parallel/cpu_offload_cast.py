@@ -112,7 +112,7 @@ class Mirror:
 def mirror_parameters(
     modules: Sequence[nn.Module], units_ahead: int, dtype: torch.dtype, pin_memory: bool
 ) -> Mirror | None:
-    """Make the mirror; None, with a warning, where this torch's FSDP2 does not support it."""
+    """Make the mirror. Warn and return None if this torch's FSDP2 does not support it."""
     try:
         for module in modules:
             for group in _param_groups(module):

@@ -99,7 +99,7 @@ class DDPConfig(ReducingConfig):
 def all_reduce_sum(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Communication hook: sum a bucket over the default group in its own dtype."""
     future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-    return future.then(lambda done: done.value()[0])
+    return future.then(lambda future: future.value()[0])
 
 
 def all_reduce_in_dtype(

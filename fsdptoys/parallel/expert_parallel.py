@@ -78,12 +78,13 @@ class ExpertExchange:
 
     Args:
         group: its ranks have equally many experts each, in order.
-        gradient_divisor: of the gradients of the experts' parameters, where a reduction averages
-            over too few ranks.
+        gradient_divisor: divides the gradients of experts if a reduction averages over too few
+            ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, gradient_divisor: int = 1) -> None:
-        self.group, self.gradient_divisor = group, gradient_divisor
+        self.group = group
+        self.gradient_divisor = gradient_divisor
 
     def __call__(
         self,
@@ -97,7 +98,8 @@ class ExpertExchange:
         scale_input: bool = False,
     ) -> Tensor:
         """See ``Experts.forward``."""
-        top_k, n_experts = experts_NK.shape[1], gate_up_EHD.shape[0]
+        top_k = experts_NK.shape[1]
+        n_experts = gate_up_EHD.shape[0]
         experts_R, pairs_R = torch.sort(experts_NK.flatten(), stable=True)
         rows_NK = torch.argsort(pairs_R).view_as(experts_NK)
         route, ids_M = self._route(experts_R, n_experts)
@@ -106,7 +108,8 @@ class ExpertExchange:
         weights_M1 = _Send.apply(
             weights_NK.reshape(-1, 1), pairs_R, rows_NK.view(-1, 1), route, product
         )
-        gate_up, down = self._own(gate_up_EHD), self._own(down_EDF)
+        gate_up = self._own(gate_up_EHD)
+        down = self._own(down_EDF)
         out_MD = apply_experts(
             hidden_MD,
             ids_M.unsqueeze(1),
@@ -133,12 +136,13 @@ class ExpertExchange:
         Args:
             rows_RD: of all experts.
             counts_EG: rows of each expert and grain.
-            gate_up_EHD: all ranks' experts, of which this rank has some.
+            gate_up_EHD: a DTensor of all experts; this rank has some.
             down_EDF: likewise.
             multiply: called with rows, matrices of this rank's experts, and the numbers of rows by
                 source, expert and grain, in this order.
         """
-        ranks, counts = self.group.size(), counts_EG.flatten()
+        ranks = self.group.size()
+        counts = counts_EG.flatten()
         coming = torch.empty_like(counts)
         dist.all_to_all_single(coming, counts, group=self.group)
         # One device sync
@@ -148,7 +152,8 @@ class ExpertExchange:
             .tolist()
         )
         sends, gets = (
-            [sum(map(sum, of_rank)) for of_rank in each] for each in (sent, received)
+            [sum(map(sum, of_rank)) for of_rank in splits]
+            for splits in (sent, received)
         )
         route = Route(self.group, sends, gets)
         out_MD = multiply(
@@ -163,7 +168,8 @@ class ExpertExchange:
     @torch.no_grad()
     def _route(self, experts_R: Tensor, n_experts: int) -> tuple[Route, Tensor]:
         """Splits of the exchange, and the local expert of each row that comes. A collective."""
-        ranks, device = self.group.size(), experts_R.device
+        ranks = self.group.size()
+        device = experts_R.device
         local = n_experts // ranks
         # Neither bincount nor one_hot: both sync with the device.
         ends_E = torch.searchsorted(
@@ -194,8 +200,10 @@ class ExpertExchange:
 
 
 def read_splits(splits_2N: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """Rows for and from each of N ranks, of which ``rows`` are sent: the one device sync of an
-    exchange."""
+    """Copy the split sizes of an exchange to the host. Costs one device sync.
+
+    A planner replaces it, and needs ``rows``, the number of rows that this rank sends.
+    """
     sends, gets = splits_2N.tolist()
     return sends, gets
 
@@ -218,7 +226,8 @@ class _Send(torch.autograd.Function):
         product: Product,
     ) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.route, ctx.product = route, product
+        ctx.route = route
+        ctx.product = product
         return route.exchange(values.index_select(0, order_R))
 
     @staticmethod
@@ -247,7 +256,8 @@ class _Return(torch.autograd.Function):
         product: Product,
     ) -> Tensor:
         # Not saved for the backward, so that a recomputation may stop before this exchange.
-        ctx.order_R, ctx.route = order_R, route
+        ctx.order_R = order_R
+        ctx.route = route
         return gather_sum(route.exchange(values_MW), rows, product)
 
     @staticmethod
@@ -277,7 +287,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _DivideGradient(torch.autograd.Function):
-    """Identity whose gradient is divided by a number."""
+    """Return the input; divide its gradient by a number."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, divisor: int) -> Tensor:
@@ -335,7 +345,8 @@ def check_experts(model: ModelConfig, axes: Axes) -> None:
             f"mesh.ep_size={axes.ep} splits experts, and a {model.family} model has none; set "
             "mesh.ep_size=1"
         )
-    width, hidden = model.dim, model.expert_ffn_dim
+    width = model.dim
+    hidden = model.expert_ffn_dim
 
     def fits(ep: int) -> bool:
         ranks = axes.ranks_per_replica // ep
@@ -369,7 +380,7 @@ def fsdp2_can_sum() -> bool:
 
 
 def sums_gradients(units: Sequence[Any]) -> bool:
-    """Let units of FSDP2 sum gradients rather than average them; whether this torch can.
+    """Make FSDP2 sum gradients instead of averaging. Return False if torch is too old.
 
     A size of the group as divisor would be another for experts than for the rest.
     ``set_force_sum_reduction_for_comms`` makes gloo and float64 sum too.

@@ -1,7 +1,7 @@
-"""Float64 copies of float32 parameters, for strategies whose ranks hold every parameter in full.
+"""Float64 copies of float32 parameters, for strategies without shards.
 
 With ``train.deterministic=layout`` a model computes from float64 parameters (``exact.ops``). Its
-leaves are copies, whose gradients add up over micro-batches, and over ranks, in float64; the
+leaves are copies. Their gradients add up over micro-batches, and over ranks, in float64; the
 optimizer gets the float32 parameters, and gradients that were rounded once. FSDP1 and FSDP2 gather
 in float64 instead. The price: 16 bytes more for each parameter.
 """

@@ -10,10 +10,10 @@ With ``train.float8_all_gather`` FSDP2 casts shards before it gathers them, whic
 of bf16. The scale is that of the full tensor: one all-reduce for all tensors after each update, or
 one per tensor where updates are deferred.
 
-Converted are the blocks' ``Linear`` layers both of whose dims 16 divides; head, embedding, routers
-and experts are not. On a CPU torchao emulates the numerics, without the speed.
+The blocks' ``Linear`` layers are converted if 16 divides both dims; head, embedding, routers and
+experts are not. On a CPU torchao emulates the numerics, without the speed.
 
-Not covered: NPUs, FSDP1, whose flat parameters torchao does not know, and float8 in attention.
+Not covered: NPUs; float8 in attention; FSDP1 (torchao does not know its flat parameters).
 Source: https://docs.pytorch.org/ao/stable/workflows/training.html, arXiv:2209.05433
 """
 
@@ -51,10 +51,10 @@ def check_float8_here(float8: Float8, device_type: str) -> None:
         return
     key = f"train.float8={float8.value}"
     if device_type == "cuda" and torch.cuda.get_device_capability() < CAPABILITY:
-        found = ".".join(map(str, torch.cuda.get_device_capability()))
+        capability = ".".join(map(str, torch.cuda.get_device_capability()))
         raise ConfigError(
-            f"{key} needs a device of compute capability 8.9 or more, and this one has {found}; "
-            "set train.float8=none"
+            f"{key} needs a device of compute capability 8.9 or more, and this one has "
+            f"{capability}; set train.float8=none"
         )
     fault = torchao_fault()
     if fault is not None:

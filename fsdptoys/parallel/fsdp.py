@@ -87,21 +87,22 @@ class FSDPConfig(ReducingConfig):
             "wrap_classes": self.wrap_classes or None,
             "min_params": self.min_params,
         }
-        words = [
+        overrides = [
             f"parallel.{key}={_text(value)}"
             for key, value in keys.items()
             if value is not None
         ]
-        if len(words) > 1:
+        if len(overrides) > 1:
             off = (
                 "parallel.wrap=auto"
                 if keys["wrap"] is not None
                 else "parallel.min_params=null"
             )
             raise ConfigError(
-                f"{words[0]} and {words[1]} both choose the units; set {off} to keep the other"
+                f"{overrides[0]} and {overrides[1]} both choose the units; set {off} to keep the "
+                "other"
             )
-        if not words:
+        if not overrides:
             self.wrap = Wrap.block
 
     @property

@@ -4,7 +4,7 @@ flat tensor.
 A mesh of two axes makes it hybrid. Embedding and head are units by default, unless they share a
 weight: the root then holds both. Construction holds one unit in full at a time, since a unit is
 flattened before it is sharded. With bf16 parameters, micro-batches are added up in bf16 before the
-reduction, where FSDP2 and DDP add them in float32.
+reduction. FSDP2 and DDP add them in float32.
 
 Source: https://docs.pytorch.org/docs/stable/fsdp.html, arXiv:2304.11277.
 """
@@ -50,17 +50,17 @@ class FSDP1(Strategy):
         """Wrap from the inside out: materialize, initialize, flatten and shard one unit after the
         other."""
         names = {param: name for name, param in model.named_parameters()}
-        made: dict[nn.Parameter, nn.Parameter] = {}
+        materialized: dict[nn.Parameter, nn.Parameter] = {}
         device = self.world.device.torch_device
 
         def materialize_own_parameters(module: nn.Module) -> None:
             for attribute, param in list(module.named_parameters(recurse=False)):
-                if param not in made:
-                    made[param] = nn.Parameter(
+                if param not in materialized:
+                    materialized[param] = nn.Parameter(
                         torch.empty_like(param, device=device), param.requires_grad
                     )
-                    param_init(made[param], names[param])
-                setattr(module, attribute, made[param])
+                    param_init(materialized[param], names[param])
+                setattr(module, attribute, materialized[param])
 
         shared = bool(shared_parameters(model))
         # On one rank FSDP1 assigns the unreduced gradient of a shared weight, which may be bf16, to
@@ -84,7 +84,7 @@ class FSDP1(Strategy):
             setattr(
                 parent, attribute, _wrap(getattr(parent, attribute), options | sharding)
             )
-            made.clear()
+            materialized.clear()
         self.model = _wrap(model, options)
         if self.world.deterministic.uses_float64:
             for unit in self._units:
@@ -109,7 +109,8 @@ class FSDP1(Strategy):
     def _options(self) -> dict[str, object]:
         from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
 
-        config, world = self.config, self.world
+        config = self.config
+        world = self.world
         param_dtype = (
             torch.float64
             if world.deterministic.uses_float64
@@ -143,11 +144,12 @@ class FSDP1(Strategy):
     def microbatch(self, index: int, count: int) -> Iterator[None]:
         """Reduce-scatter once a step, with the last micro-batch; in the deterministic mode, or as
         set, after each."""
-        each = (
-            self.world.deterministic.reduces_each_microbatch
+        reduces = (
+            index == count - 1
+            or self.world.deterministic.reduces_each_microbatch
             or self.config.reduce_each_microbatch
+            or self._reduces_always
         )
-        reduces = index == count - 1 or each or self._reduces_always
         with nullcontext() if reduces else self.model.no_sync():
             yield
 
@@ -156,8 +158,7 @@ class FSDP1(Strategy):
         return self.model.fsdp_modules(self.model)
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """Free the flat gradients too, of which the gradients of the model's own parameters are
-        views."""
+        """Free the flat gradients too; gradients of the model's parameters are views of them."""
         # A flat parameter keeps its offloaded gradient when those of its views are None.
         optimizer.zero_grad(set_to_none=not self.world.cpu_offload)
         for unit in self._units:
@@ -192,7 +193,8 @@ class FSDP1(Strategy):
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """All-gather one unit at a time."""
-        names, units = self._names_of_units(), self._units
+        names = self._names_of_units()
+        units = self._units
         # The root comes first: a child summoned before its root would become a root itself.
         for unit in units:
             prefix = f"{names[unit]}." if names[unit] else ""
@@ -274,7 +276,8 @@ class FlatState(State):
         self, model: "FullyShardedDataParallel", optimizer: torch.optim.Optimizer
     ) -> None:
         settle(optimizer)
-        self._model, self.optimizer = model, optimizer
+        self._model = model
+        self.optimizer = optimizer
         with _sharded_form(model):
             self._weights: dict[str, Tensor] = model.state_dict()
             # torch.distributed.checkpoint's would let an optimizer without states take a step.

@@ -38,6 +38,7 @@ from .expert_parallel import (
 )
 from .fsdp import FSDPConfig
 from .fsdp2_internals import gathering_stream, group_averages, keep_gradient_dtype
+from .fsdp2_units import set_prefetch, unit_policies
 from .gradient_norms import MapParts
 from .init_weights import ParamInit, init_buffers, materialize
 from .mesh import (
@@ -112,7 +113,7 @@ class FSDP2(Strategy):
 
     @property
     def expert_gradient_divisor(self) -> int:
-        """The ranks with the same experts, where gradients are averaged."""
+        """Number of ranks with the same experts; 1 if gradients are summed."""
         return max(1, self.gradient_divisor // self.mesh_axes.ep)
 
     def divide_expert_gradients(self, divisor: int) -> None:
@@ -159,31 +160,17 @@ class FSDP2(Strategy):
 
     def _shard_units(self, model: DecoderModel) -> None:
         """Make the units, and set the order in which they are prefetched."""
-        config, world, library = self.config, self.world, self.library
-        policies: dict[str, Any] = {}
-        param_dtype = (
-            torch.float64
-            if world.deterministic.uses_float64
-            else config.param_dtype.torch
-        )
-        if world.cpu_offload:
-            policies["offload_policy"] = library.CPUOffloadPolicy(
-                pin_memory=world.device.pins_memory
-            )
-        policies["mp_policy"] = library.MixedPrecisionPolicy(
-            param_dtype=None if param_dtype is torch.float32 else param_dtype,
-            reduce_dtype=config.reduce_dtype.torch,
-            # The models keep rotary angles in float32 themselves; casting inputs would round them.
-            cast_forward_inputs=False,
-        )
-        place = functools.partial(placement, ranks=self.mesh[SHARD_AXIS].size())
-        dense = {"mesh": self.mesh, "shard_placement_fn": place}
+        config = self.config
+        library = self.library
+        policies = unit_policies(library, config, self.world)
+        shard_dim = functools.partial(placement, ranks=self.mesh[SHARD_AXIS].size())
+        dense = {"mesh": self.mesh, "shard_placement_fn": shard_dim}
         units = {
             unit.modules[0]: unit
             for unit in config.units(model, self.sparse_mesh is not None)
         }
         members: dict[str, list[Any]] = {
-            name: [model.get_submodule(each) for each in unit.modules]
+            name: [model.get_submodule(member) for member in unit.modules]
             for name, unit in units.items()
         }
         for name in inside_out(list(units)):
@@ -207,12 +194,14 @@ class FSDP2(Strategy):
         roots = [model, *(modules[0] for modules in members.values())]
         for module in roots:
             keep_gradient_dtype(module)
-        if self.sparse_mesh is not None or world.deterministic.uses_float64:
+        if self.sparse_mesh is not None or self.world.deterministic.uses_float64:
             self._sum_gradients(roots)
         # The root's forward begins before any other.
         self._modules: list[list[nn.Module]] = [[model], *members.values()]
         tied = bool(units) and next(iter(units.values())).ends_forward
-        self._set_prefetch([modules[0] for modules in members.values()], tied)
+        ahead = self.units_ahead if self.mesh_axes.ep > 1 else config.forward_prefetch
+        first_modules = [modules[0] for modules in members.values()]
+        set_prefetch(first_modules, ahead, config.backward_prefetch, tied)
 
     def _reshards(self, unit: Unit | None) -> bool:
         """Whether a unit is freed after its forward: in a pipeline, other micro-batches follow at
@@ -224,44 +213,26 @@ class FSDP2(Strategy):
         mesh = self.sparse_mesh
         assert mesh is not None
         axes = (*self.mesh_axes.copies, EXPERT_SHARD_AXIS)
-        place = expert_placement if self.mesh_axes.ep > 1 else placement
+        shard_dim = expert_placement if self.mesh_axes.ep > 1 else placement
         return {
             "mesh": mesh[axes],
-            "shard_placement_fn": functools.partial(place, ranks=self.mesh_axes.efsdp),
+            "shard_placement_fn": functools.partial(
+                shard_dim, ranks=self.mesh_axes.efsdp
+            ),
         }
 
     def _sum_gradients(self, units: list[Any]) -> None:
         """Sum gradients: averages would divide those of experts by fewer ranks than the rest, and
         others inexactly.
 
-        Sums also keep the bits of one process on any number of ranks, where averages need a power
-        of two. Where this torch cannot sum, ``expert_gradient_divisor`` says by how many ranks
-        experts are divided.
+        Sums also keep the bits of one process on any number of ranks; averages need a power of two.
+        If this torch cannot sum, ``expert_gradient_divisor`` is the divisor of experts.
         """
         if sums_gradients(units):
             self.gradient_divisor = 1
         assert self.features is None or self.gradient_divisor == 1, (
             "the configuration was not validated"
         )
-
-    def _set_prefetch(self, units: list[Any], tied: bool) -> None:
-        ahead, behind = self.config.forward_prefetch, self.config.backward_prefetch
-        if self.mesh_axes.ep > 1:
-            ahead = self.units_ahead
-        for i, unit in enumerate(units):
-            if ahead:
-                unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])
-        if behind == 1:
-            return  # FSDP2's default
-        # The backward starts where the forward ends: with tied embeddings, in the unit of embedding
-        # and head.
-        order = [*units[1:], units[0]] if tied else units
-        for i, unit in enumerate(order):
-            # An empty list would mean the default of one unit; a unit that prefetches itself is
-            # gathered already.
-            unit.set_modules_to_backward_prefetch(
-                order[max(0, i - behind) : i][::-1] or [unit]
-            )
 
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:
@@ -271,10 +242,8 @@ class FSDP2(Strategy):
         In the deterministic mode both are done after each.
         """
         model: Any = self.model
-        last, exact = (
-            index == count - 1,
-            self.world.deterministic.reduces_each_microbatch,
-        )
+        last = index == count - 1
+        exact = self.world.deterministic.reduces_each_microbatch
         model.set_requires_gradient_sync(
             last or exact or self.config.reduce_each_microbatch
         )
@@ -299,8 +268,10 @@ class FSDP2(Strategy):
         """The groups of modules that ``fully_shard`` got, of all stages. A collective in a
         pipeline."""
         names = {module: name for name, module in self.model.named_modules()}
-        found = [[names[module] for module in modules] for modules in self._modules]
-        return found if self.pipeline is None else self.pipeline.gather(found)
+        unit_names = [
+            [names[module] for module in modules] for modules in self._modules
+        ]
+        return unit_names if self.pipeline is None else self.pipeline.gather(unit_names)
 
     def gather_after(self, module: nn.Module, event: Any) -> None:
         """Make the stream that copies shards into the all-gather wait."""
@@ -337,7 +308,7 @@ class FSDP2(Strategy):
         return self.mesh_axes.tp if split else super().gathered_parts(name)
 
     def spread(self, name: str, tensor: Tensor) -> Tensor:
-        """A DTensor of the full parameter, where features are split."""
+        """Return a DTensor of the full parameter if features are split."""
         return (
             tensor
             if self.features is None
@@ -349,13 +320,13 @@ class FSDP2(Strategy):
     ) -> list[Tensor]:
         """Count gradients that all ranks of tp have on the first of them."""
         if self.features is not None and self.features.exchange.rank > 0:
-            held = (
+            replicated = (
                 param.grad
                 for param in self.features.in_every_part(self.named_parameters())
             )
             counted = {
                 local_tensor(grad).data_ptr()
-                for grad in held
+                for grad in replicated
                 if grad is not None and local_tensor(grad).numel()
             }
             grads = [grad for grad in grads if grad.data_ptr() not in counted]

@@ -37,7 +37,9 @@ class HeadTail(Context):
     rank."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.ranks, self._rank, self._group = group.size(), group.rank(), group
+        self.ranks = group.size()
+        self._rank = group.rank()
+        self._group = group
 
     def starts(self, seq_len: int, rank: int | None = None) -> tuple[int, int]:
         """Positions of the first tokens of a rank's two pieces; None for this rank."""
@@ -74,7 +76,8 @@ class Gathered(HeadTail):
         mask: Any = None,
     ) -> Tensor:
         """Gather keys and values, and attend with each piece of the queries."""
-        part, t = torch.stack((k_BGtK, v_BGtK)), q_BHtK.shape[2]
+        part = torch.stack((k_BGtK, v_BGtK))
+        t = q_BHtK.shape[2]
         starts = self.starts(t * self.ranks)
         flash = flash_blocks(ops, q_BHtK) if mask is None else None
         if flash is not None:
@@ -111,7 +114,9 @@ class _GatheredBlocks(torch.autograd.Function):
             rows.add(block, k_BGTK, v_BGTK)
         out_BHtK, lse_BHt = rows.result()
         ctx.save_for_backward(q_BHtK, part, out_BHtK, lse_BHt)
-        ctx.kernel, ctx.blocks, ctx.group = kernel, blocks, group
+        ctx.kernel = kernel
+        ctx.blocks = blocks
+        ctx.group = group
         return out_BHtK
 
     @staticmethod

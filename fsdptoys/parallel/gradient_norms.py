@@ -1,11 +1,11 @@
-"""Norms of parts of gradients, whose squares a strategy adds up over tensors and ranks.
+"""Norms of parts of gradients. A strategy adds up their squares over tensors and ranks.
 
 In float64 the sum does not depend on how gradients are split, up to its rounding at the end. A CPU
 takes float64 norms in cache. An accelerator would write and read a float64 copy of each part, 20
 bytes per element instead of 4. It takes float32 norms of short rows, and adds up only their squares
 in float64. A row with a norm above 1.8e19 overflows. Of gradients that are offloaded to its host,
-16 M elements take 0.3 ms in rows and 9.5 ms in float64 on 16 cores of a Xeon, whose conversion runs
-on one of them (torch 2.11).
+16 M elements take 0.3 ms in rows and 9.5 ms in float64 on 16 cores of a Xeon. The conversion to
+float64 runs on one core (torch 2.11).
 """
 
 import functools
@@ -46,7 +46,8 @@ def norms_in_float32(grads: list[Tensor]) -> list[Tensor]:
 
     ``torch._foreach_norm`` is private; PyTorch's own clipping uses it (seen in torch 2.7 to 2.15).
     """
-    norms, rests = [], []
+    norms = []
+    rests = []
     for grad in grads:
         flat = grad.flatten()
         whole = flat.numel() // FLOAT32_NORM_ELEMENTS * FLOAT32_NORM_ELEMENTS

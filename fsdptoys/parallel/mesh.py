@@ -1,8 +1,8 @@
 """Mesh axes, and the two views of the ranks.
 
 Ranks are numbered with the last axis varying fastest. The first axis, ``pp``, divides them into
-blocks of consecutive ranks, each of which has some of the layers (pipeline parallelism). Within a
-block there are two views:
+blocks of consecutive ranks with some of the layers each (pipeline parallelism). Within a block
+there are two views:
 
 - dense view, for all parameters but those of experts: replicate × shard × tp. The ``shard × tp``
   ranks share one copy of the parameters: ``tp`` consecutive ranks split the features of each layer
@@ -170,7 +170,8 @@ class MeshConfig:
         Raises:
             ConfigError: if they do not divide the ranks of a stage.
         """
-        size, ranks = self.fsdp_size, self.stage_ranks(world_size)
+        size = self.fsdp_size
+        ranks = self.stage_ranks(world_size)
         assert isinstance(size, int), "it must have been resolved"
         if size == -1:
             return ranks
@@ -264,10 +265,10 @@ class Axes:
 
     @property
     def sharing(self) -> int:
-        """Consecutive ranks with the same sequences, of which each has a part of the tokens."""
+        """Number of consecutive ranks that share sequences; each has a part of the tokens."""
         return self.cp * self.tp
 
-    def named(self, world_size: int, shards: int) -> dict[str, int]:
+    def sizes(self, world_size: int, shards: int) -> dict[str, int]:
         """Mesh axis → ranks along it, of a strategy that shards over ``shards`` ranks."""
         replicas = world_size // shards // self.tp // self.pp
         dense = {PIPE_AXIS: self.pp, REPLICATE_AXIS: replicas, SHARD_AXIS: shards}
@@ -291,7 +292,7 @@ class Axes:
 def straddling(shard_ranks: int, world_size: int, node_ranks: int) -> str | None:
     """A warning where shard groups straddle nodes although another size would avoid it.
 
-    Groups whose size divides a node's ranks, or is a multiple of them, begin and end with nodes.
+    Groups begin and end with nodes if their size divides a node's ranks or is a multiple of them.
     """
     if shard_ranks in (1, world_size) or node_ranks >= world_size:
         return None

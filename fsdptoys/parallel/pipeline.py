@@ -3,8 +3,8 @@ micro-batches on.
 
 A stage (``models.stages``) receives hidden states of a micro-batch, runs its blocks and sends the
 result; in the backward, gradients of hidden states go the other way. A rank sends to the rank at
-the same place of the next stage: B·t·D numbers per micro-batch and direction, where FSDP would
-gather the parameters. Stages wait at the beginning and the end of a step; the schedule decides for
+the same position in the next stage: B·t·D numbers per micro-batch and direction. FSDP would gather
+the parameters instead. Stages wait at the beginning and the end of a step; the schedule decides for
 how long, and how many micro-batches are in flight:
 
 - gpipe: all forwards, then all backwards (arXiv:1811.06965);
@@ -16,7 +16,7 @@ how long, and how many micro-batches are in flight:
   those of weights fill the waits (arXiv:2401.10241).
 
 ``torch.distributed.pipelining`` executes them and calls ``StageModule``. All stages of a rank are
-parts of one model, whose FSDP2 units stay gathered from their first forward to the end of the step,
+parts of one model. Its FSDP2 units stay gathered from their first forward to the end of the step,
 and reduce their gradients once, after the last backward. The loss is divided before the backward,
 as without stages. Not covered: skip connections; overlap of the reduction with backwards.
 
@@ -25,6 +25,7 @@ vocabulary.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -102,8 +103,10 @@ class Pipeline:
     ) -> None:
         self.group, self.stage_group = groups
         self.dtype, self.loss_dtype = dtypes
-        self.device, self.sharing = device, axes.sharing
-        self.rank, self.ranks = self.group.rank(), self.group.size()
+        self.device = device
+        self.sharing = axes.sharing
+        self.rank = self.group.rank()
+        self.ranks = self.group.size()
         self.count = self.ranks * schedule.stages_per_rank
         """Stages of the model."""
         self.stages: dict[int, Stage] = {}
@@ -153,7 +156,7 @@ class Pipeline:
         """The lists of all ranks of the group, one after the other. A collective of the group."""
         lists: list[Any] = [None] * self.ranks
         dist.all_gather_object(lists, own, group=self.group)
-        return [each for of_rank in lists for each in of_rank]
+        return list(itertools.chain.from_iterable(lists))
 
     def share_parameters(
         self, own: Iterator[tuple[str, Tensor]]
@@ -163,15 +166,15 @@ class Pipeline:
         for name, owner in self.owners.items():
             tensor = torch.empty(self.shapes[name], device=self.device)
             if owner == self.rank:
-                found, full = next(own)
-                assert found == name, "a stage's parameters are in another order"
+                own_name, full = next(own)
+                assert own_name == name, "a stage's parameters are in another order"
                 tensor.copy_(full)
             yield name, self.broadcast(tensor, owner).cpu()
 
     def hidden_shape(
         self, tokens_BT: Tensor, dim: int, in_full: bool
     ) -> tuple[int, int, int]:
-        """Shape of hidden states between stages, of this rank's tokens or of all."""
+        """(B, t, D) of the hidden states sent between stages; (B, T, D) if ``in_full``."""
         if self.fixed_shape is not None:
             return self.fixed_shape
         B, T = tokens_BT.shape
@@ -179,12 +182,12 @@ class Pipeline:
 
 
 class PipelinedModel(nn.Module):
-    """A model of which each rank has stages: without gradients like the full model, with them one
-    step at a time."""
+    """The stages of all ranks as one model: a forward without gradients, or one training step."""
 
     def __init__(self, model: DecoderModel, pipeline: Pipeline) -> None:
         super().__init__()
-        self.model, self.pipeline = model, pipeline
+        self.model = model
+        self.pipeline = pipeline
         self._schedule: Any = None
         self.step: Step | None = None
 
@@ -202,9 +205,11 @@ class PipelinedModel(nn.Module):
         Arguments are those of ``DecoderModel.forward``; only ranks that share sequences, or have
         other stages, may have the same ones.
         """
-        pipeline, config = self.pipeline, self.model.config
+        pipeline = self.pipeline
+        config = self.model.config
         shape = pipeline.hidden_shape(tokens_BT, config.dim, in_full=labels_BT is None)
-        output, sends = torch.zeros((), device=pipeline.device), []
+        output = torch.zeros((), device=pipeline.device)
+        sends = []
         for index, stage in pipeline.stages.items():
             hidden_BtD = None
             if not stage.embeds:
@@ -249,29 +254,30 @@ class PipelinedModel(nn.Module):
 
         Only ranks of the last stage add to the losses.
         """
-        self.step, count = step, len(step.microbatches)
+        self.step = step
+        count = len(step.microbatches)
         if self._schedule is None:
             self._schedule = self._build_schedule(count)
         model: Any = self.model
         model.set_is_last_backward(False)
         model.set_requires_gradient_sync(False)
         model.set_reshard_after_backward(False)
-        places = torch.arange(count)
+        indices = torch.arange(count)
         stages = self.pipeline.stages.values()
-        inputs = (places,) if any(stage.embeds for stage in stages) else ()
-        target = {"target": places} if any(stage.predicts for stage in stages) else {}
-        self._schedule.step(*inputs, place=places, **target)
+        inputs = (indices,) if any(stage.embeds for stage in stages) else ()
+        target = {"target": indices} if any(stage.predicts for stage in stages) else {}
+        self._schedule.step(*inputs, index=indices, **target)
         reduce_gradients(model)
         self.step = None
 
     def run_stage(
-        self, stage: Stage, modules: nn.Module, received: Tensor, place: Tensor
+        self, stage: Stage, modules: nn.Module, received: Tensor, index: Tensor
     ) -> Tensor:
-        """One stage's forward of the micro-batch at ``place``: hidden states, or the loss with one
+        """One stage's forward of the micro-batch at ``index``: hidden states, or the loss with one
         element."""
         step = self.step
         assert step is not None
-        tokens_BT, labels_BT = step.microbatches[int(place)]
+        tokens_BT, labels_BT = step.microbatches[int(index)]
         hidden_BtD = None if stage.embeds else received
         with step.around(modules):
             output: Tensor = self.model(
@@ -282,7 +288,7 @@ class PipelinedModel(nn.Module):
         step.loss_sum += output.detach()
         return output.unsqueeze(0)
 
-    def scaled_loss(self, loss: Tensor, place: Tensor) -> Tensor:
+    def scaled_loss(self, loss: Tensor, index: Tensor) -> Tensor:
         """The loss as the backward begins with it."""
         assert self.step is not None
         return loss.squeeze(0) * self.step.per_token
@@ -291,7 +297,8 @@ class PipelinedModel(nn.Module):
         from torch.distributed import pipelining
 
         assert self.step is not None
-        pipeline, kinds = self.pipeline, PipelineSchedule
+        pipeline = self.pipeline
+        kinds = PipelineSchedule
         shape = pipeline.hidden_shape(
             self.step.microbatches[0][0], self.model.config.dim, in_full=False
         )
@@ -317,11 +324,11 @@ class PipelinedModel(nn.Module):
             )
             for index, stage in pipeline.stages.items()
         ]
-        for each in stages:
+        for stage in stages:
             finish = functools.partial(
-                _then_accumulate, each.backward_weight_one_chunk, self.model
+                _then_accumulate, stage.backward_weight_one_chunk, self.model
             )
-            each.backward_weight_one_chunk = finish  # type: ignore[method-assign]
+            stage.backward_weight_one_chunk = finish  # type: ignore[method-assign]
         single: dict[PipelineSchedule, Any] = {
             kinds.gpipe: pipelining.ScheduleGPipe,
             kinds("1f1b"): pipelining.Schedule1F1B,
@@ -334,12 +341,12 @@ class PipelinedModel(nn.Module):
         if pipeline.schedule in single:
             return single[pipeline.schedule](stages[0], **options)
         interleaved = pipeline.schedule is kinds.interleaved
-        made: Any = (
+        schedule: Any = (
             pipelining.ScheduleInterleaved1F1B
             if interleaved
             else pipelining.ScheduleInterleavedZeroBubble
         )
-        return made(stages, **options)
+        return schedule(stages, **options)
 
 
 class StageModule(nn.Module):
@@ -352,10 +359,10 @@ class StageModule(nn.Module):
         # A bound method, since a module would be a child with all stages' parameters
         self._run = pipelined.run_stage
 
-    def forward(self, received: Tensor, place: Tensor) -> Tensor:
-        """Run the micro-batch at ``place`` on hidden states of the stage before; the first stage
+    def forward(self, received: Tensor, index: Tensor) -> Tensor:
+        """Run the micro-batch at ``index`` on hidden states of the stage before; the first stage
         ignores them."""
-        return self._run(self.stage, self.parts, received, place)
+        return self._run(self.stage, self.parts, received, index)
 
 
 def reduce_gradients(model: Any) -> None:
@@ -384,7 +391,6 @@ def end_backward(model: Any) -> None:
 def _then_accumulate(
     backward_weights: Callable[..., None], model: nn.Module, *args: Any, **options: Any
 ) -> None:
-    """Gradients of weights alone pass no hook of FSDP2, and would be added up in the dtype of the
-    forward."""
+    """Accumulate in the reduce dtype after a weight-only backward, which bypasses FSDP2's hooks."""
     backward_weights(*args, **options)
     end_backward(model)

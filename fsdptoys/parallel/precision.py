@@ -139,7 +139,7 @@ class CastParameters(nn.Module):
 
 
 def _free(cast: "weakref.ref[CastParameters]", param: Tensor) -> None:
-    """Drop the copy of a parameter whose gradient is final."""
+    """Drop the copy of a parameter once its gradient is final."""
     alive = cast()
     if alive is not None:
         alive._copies.pop(param, None)

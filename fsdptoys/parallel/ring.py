@@ -62,11 +62,9 @@ class Ring(HeadTail):
     def _blocks(self, step: int, tokens: int, chunk_len: int | None) -> list[Block]:
         """Rows and keys that see each other in a step, among this rank's ``tokens`` and those that
         pass by."""
-        everything, half, passing = (
-            slice(0, tokens),
-            tokens // 2,
-            (self._rank - step) % self.ranks,
-        )
+        everything = slice(0, tokens)
+        half = tokens // 2
+        passing = (self._rank - step) % self.ranks
         if chunk_len is not None:
             own, others = (
                 self.starts(tokens * self.ranks, rank) for rank in (self._rank, passing)
@@ -91,7 +89,8 @@ class _Ring(torch.autograd.Function):
         steps: list[list[Block]],
         group: dist.ProcessGroup,
     ) -> Tensor:
-        rows, passing = RowsOfBlocks(kernel, q_BHtK), part
+        rows = RowsOfBlocks(kernel, q_BHtK)
+        passing = part
         for step, blocks in enumerate(steps):
             arrives = _pass_on(passing, group) if step + 1 < len(steps) else None
             for block in blocks:
@@ -99,14 +98,17 @@ class _Ring(torch.autograd.Function):
             passing = arrives() if arrives else passing
         out_BHtK, lse_BHt = rows.result()
         ctx.save_for_backward(q_BHtK, part, out_BHtK, lse_BHt)
-        ctx.kernel, ctx.steps, ctx.group = kernel, steps, group
+        ctx.kernel = kernel
+        ctx.steps = steps
+        ctx.group = group
         return out_BHtK
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         q_BHtK, part, out_BHtK, lse_BHt = ctx.saved_tensors
-        group, passing = ctx.group, part
+        group = ctx.group
+        passing = part
         gradients = GradientsOfBlocks(ctx.kernel, grad, q_BHtK, out_BHtK, lse_BHt)
         grads_arrive = None
         for step, blocks in enumerate(ctx.steps):
@@ -131,12 +133,11 @@ class _Ring(torch.autograd.Function):
 def _pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     """Begin to send a tensor to the next rank; returns a function that waits for that of the rank
     before."""
-    ranks, rank = group.size(), group.rank()
+    ranks = group.size()
+    rank = group.rank()
     sent = tensor.contiguous()
     received = torch.empty_like(sent)
-    peers = [
-        dist.get_global_rank(group, place % ranks) for place in (rank + 1, rank - 1)
-    ]
+    peers = [dist.get_global_rank(group, peer % ranks) for peer in (rank + 1, rank - 1)]
     operations = [
         dist.P2POp(dist.isend, sent, peers[0], group),
         dist.P2POp(dist.irecv, received, peers[1], group),

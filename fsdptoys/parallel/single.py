@@ -25,7 +25,7 @@ from .strategy import Strategy, UnitParams, World
 
 
 class UnshardedStrategy(Strategy):
-    """A strategy whose ranks hold every parameter in full."""
+    """A strategy without shards: every rank has all parameters."""
 
     def __init__(self, config: ParallelConfig, world: World) -> None:
         super().__init__(config, world)
@@ -34,14 +34,16 @@ class UnshardedStrategy(Strategy):
 
     def shard(self, model: DecoderModel, param_init: ParamInit) -> None:
         """Materialize and initialize the same values on every rank, then wrap."""
-        device, dtype = self.world.device.torch_device, self.config.param_dtype
+        device = self.world.device.torch_device
+        dtype = self.config.param_dtype
         materialize(model, device, param_init)
         init_buffers(model, device, self.config.buffer_dtype.torch)
         self._unwrapped = model
         if (
             self.world.deterministic.uses_float64
         ):  # which the model casts to its dtype itself
-            self._leaves, dtype = Float64Leaves(model), DType.float32
+            self._leaves = Float64Leaves(model)
+            dtype = DType.float32
         self.model = self._wrap(
             model if dtype is DType.float32 else CastParameters(model, dtype.torch)
         )
@@ -153,8 +155,8 @@ def unsharded_units(whole: DecoderModel) -> list[UnitParams]:
     }
     first = [param for param in whole.parameters() if param not in later]
     # The embedding is the first to need a weight that it shares with the head.
-    seen = dict.fromkeys([*first, *whole.embed_tokens.parameters()])
-    units: list[UnitParams] = [(whole, list(seen))]
+    root_params = dict.fromkeys([*first, *whole.embed_tokens.parameters()])
+    units: list[UnitParams] = [(whole, list(root_params))]
     units += [(layer, list(layer.parameters())) for layer in whole.layers]
     units.append(
         (
@@ -163,7 +165,7 @@ def unsharded_units(whole: DecoderModel) -> list[UnitParams]:
                 param
                 for module in tail
                 for param in module.parameters()
-                if param not in seen
+                if param not in root_params
             ],
         )
     )

@@ -6,8 +6,8 @@ it is wrapped (of a shared parameter the first), so a checkpoint of one strategy
 under another on M. Buffers are left out.
 
 Where parameters keep their shape (one process, DDP, FSDP2) the tensors are the live ones, plain or
-DTensors, which loading writes into without a copy. FSDP1 and the toys whose ranks own parts in
-other shapes have copies.
+DTensors, which loading writes into without a copy. FSDP1 and toys that own parts in other shapes
+have copies.
 
 An optimizer before its first step gets the states that this step would start from. For a momentum
 without a step counter they are -0.0, the neutral element of addition: PyTorch's SGD copies its
@@ -50,7 +50,7 @@ def keep(name: str, tensor: Tensor) -> Tensor:
 
 
 class State:
-    """Live tensors of a model whose parameters keep their shape; subclasses copy those of others.
+    """Live tensors of parameters that keep their shape; subclasses copy others.
 
     ``named_parameters`` has the names before wrapping; ``spread`` is ``Strategy.spread``.
     """
@@ -62,11 +62,9 @@ class State:
         spread: Spread = keep,
     ) -> None:
         settle(optimizer)
-        self.named_parameters, self.optimizer, self._spread = (
-            list(named_parameters()),
-            optimizer,
-            spread,
-        )
+        self.named_parameters = list(named_parameters())
+        self.optimizer = optimizer
+        self._spread = spread
 
     def tensors(self) -> dict[str, Tensor]:
         """Plain tensors, the same on all ranks, and DTensors, to read or to fill in place. May be a
@@ -126,13 +124,14 @@ def host_copy(
 ) -> dict[str, Tensor]:
     """Copy the tensors of a ``State`` to host memory, pinned if the source is on an accelerator.
 
-    DTensors keep their placements. ``into`` is the unused result of an earlier call, whose memory
-    is reused if it fits.
+    DTensors keep their placements. ``into`` is the unused result of an earlier call. Its memory is
+    reused if it fits.
     """
     copies: dict[str, Tensor] = {}
     devices = set()
     for name, tensor in tensors.items():
-        source, copy = local_tensor(tensor), (into or {}).get(name)
+        source = local_tensor(tensor)
+        copy = (into or {}).get(name)
         if copy is None or _layout(copy) != _layout(tensor):
             local = torch.empty(
                 source.shape,

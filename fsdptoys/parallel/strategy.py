@@ -72,7 +72,8 @@ class Strategy(ABC):
     """Tensors that the ranks of ``shard_group`` split."""
 
     def __init__(self, config: Any, world: World) -> None:
-        self.config, self.world = config, world
+        self.config = config
+        self.world = world
         self.mesh_axes: Axes = config.axes(world.world_size, world.mesh)
         self.data_ranks = self.mesh_axes.data_ranks
         if self.mesh_axes.cp > 1:
@@ -149,8 +150,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def units(self) -> list[UnitParams]:
-        """Every parameter once, by the module whose forward needs it first, in the order of the
-        forward."""
+        """Every parameter once, by the module that needs it first, in the order of the forward."""
 
     def unit_names(self) -> list[list[str]]:
         """Names of the modules of each gathered unit, the root's empty; none where ranks keep all
@@ -158,13 +158,13 @@ class Strategy(ABC):
         return []
 
     def gathered_parts(self, name: str) -> int:
-        """Parts of a parameter, of which a unit gathers one."""
+        """Number of parts of a parameter; a unit gathers one."""
         return self.mesh_axes.ep if ".experts." in name else 1
 
     def axes(self) -> dict[str, int]:
         """Mesh axis → ranks along it; ranks that share sequences are among those of the others."""
         group = self.shard_group()
-        return self.mesh_axes.named(
+        return self.mesh_axes.sizes(
             self.world.world_size, group.size() if group is not None else 1
         )
 
@@ -184,7 +184,7 @@ class Strategy(ABC):
         compute stream."""
 
     def mirror_parameters(self) -> Callable[[list[nn.Parameter]], None] | None:
-        """Upload offloaded parameters in the dtype of the forward, where the strategy can.
+        """Upload offloaded parameters in the dtype of the forward, if the strategy can.
 
         Returns a function to call, from any thread, with updated parameters; None where there are
         no copies.
@@ -210,8 +210,7 @@ class Strategy(ABC):
         state.install(tensors)
 
     def shard_group(self) -> dist.ProcessGroup | None:
-        """The ranks whose local gradients together are one full gradient; None where each rank has
-        it in full."""
+        """The ranks that shard a gradient among them; None if each rank has it in full."""
         return None
 
     def spread(self, name: str, tensor: Tensor) -> Tensor:
@@ -230,24 +229,24 @@ class Strategy(ABC):
         """Norms of parts of this rank's gradients, for ``total_norm``; ``map_parts`` is like
         ``map``, over parts.
 
-        An accelerator would write a float64 copy of each part before it reads it, and the host of
-        one is many times as slow in float64, where gradients are offloaded. So float64 is left to
-        CPUs without one, and to the deterministic mode, whose norms do not depend on how gradients
-        are split.
+        An accelerator would write a float64 copy of each part before it reads it, and its host,
+        which has offloaded gradients, is many times as slow in float64. So float64 is left to CPUs
+        without one, and to the deterministic mode: its norms do not depend on the split.
         """
         if not self.world.deterministic and self.world.device.is_accelerator:
             return norms_in_float32(grads)
         return norms_in(self.world.sum_dtype, grads, map_parts)
 
     def norm_groups(self) -> list[dist.ProcessGroup | None]:
-        """Groups over whose ranks squares of norms are summed, one after the other."""
+        """Groups that sum the squares of norms, one after the other."""
         stages = None if self.pipeline is None else self.pipeline.group
         return [self.shard_group(), self.tensor_group, stages]
 
     def total_norm(self, norms: list[Tensor]) -> Tensor:
         """Norm of all gradients on all ranks, as float32, from norms of this rank's parts. A
         collective."""
-        device, sum_dtype = self.world.device.torch_device, self.world.sum_dtype
+        device = self.world.device.torch_device
+        sum_dtype = self.world.sum_dtype
         total = torch.zeros((), dtype=sum_dtype, device=device)
         if norms:
             total += (

@@ -20,9 +20,9 @@ of a block send as much: 2 · (N - 1)/N · B·T·D numbers for attention, and as
 feed-forward. Experts stay whole: their layer takes the rank's own tokens, and their stacks are
 sharded over all ranks of a copy (``mesh``, sparse view).
 
-Why not ``parallelize_module``: its styles make DTensors of activations, whose dispatch costs host
-time around every collective, which the kernels and the sums of ``train.deterministic=layout`` would
-have to unwrap, and whose parallel loss cannot be chunked. Here parameters are plain tensors of a
+Why not ``parallelize_module``: its styles make DTensors of activations. Their dispatch costs host
+time around every collective, the kernels and the sums of ``train.deterministic=layout`` would have
+to unwrap them, and their parallel loss cannot be chunked. Here parameters are plain tensors of a
 rank's features, which FSDP2 shards as usual. Layers declare how they are split, and call the
 collectives as their ``exchange`` (``models.exchange``). Full parameters (checkpoints, initial
 values) are DTensors that ``FeatureSplit.to_global_dtensor`` makes of the shards.
@@ -62,7 +62,9 @@ class TensorExchange(Exchange):
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.ranks, self.rank = group, group.size(), group.rank()
+        self.group = group
+        self.ranks = group.size()
+        self.rank = group.rank()
         self.dtype: torch.dtype | None = None
         """Compute dtype where layers get and give float64 (``exact.slices``); None where they use
         their own."""
@@ -120,8 +122,8 @@ class TensorExchange(Exchange):
 
     @leave_uncompiled
     def enter(self, hidden: Tensor) -> Tensor:
-        """Begin a layer: all tokens, whose gradients are summed over ranks. A collective, in
-        forward and backward."""
+        """Begin a layer: gather all tokens; the backward sums their gradients over ranks. A
+        collective, in forward and backward."""
         if self.in_full:
             return hidden if self.dtype is None else hidden.double()
         part_BtD = hidden if hidden.ndim == 3 else hidden.unsqueeze(0)
@@ -141,8 +143,7 @@ class TensorExchange(Exchange):
 
     @leave_uncompiled
     def sum_gradient(self, param: Tensor) -> Tensor:
-        """A parameter that all ranks have, of whose gradient each has a part. A collective in the
-        backward."""
+        """Sum the gradient of a parameter that all ranks have. A collective in the backward."""
         summed: Tensor = _SumGradient.apply(param, self.group)
         return summed
 
@@ -156,7 +157,8 @@ class TensorExchange(Exchange):
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part_BtD: Tensor, exchange: TensorExchange) -> Tensor:
-        ctx.exchange, ctx.dtype = exchange, part_BtD.dtype
+        ctx.exchange = exchange
+        ctx.dtype = part_BtD.dtype
         full_BTD = exchange.gather_tokens(part_BtD)
         return full_BTD if exchange.dtype is None else full_BTD.double()
 
@@ -169,7 +171,8 @@ class _Enter(torch.autograd.Function):
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial_BTD: Tensor, exchange: TensorExchange) -> Tensor:
-        ctx.exchange, ctx.dtype = exchange, partial_BTD.dtype
+        ctx.exchange = exchange
+        ctx.dtype = partial_BTD.dtype
         own_BtD = exchange.scatter_tokens(partial_BTD.contiguous())
         return own_BtD if exchange.dtype is None else own_BtD.to(exchange.dtype)
 
@@ -205,7 +208,8 @@ class FeatureSplit:
     """
 
     def __init__(self, exchange: TensorExchange, whole_mesh: DeviceMesh) -> None:
-        self.exchange, self._mesh = exchange, whole_mesh
+        self.exchange = exchange
+        self._mesh = whole_mesh
         self._shapes: dict[str, torch.Size] = {}
         self.dims: dict[str, int | None] = {}
         """Name of a parameter → the dim along which it is split, None where all ranks have it; not
@@ -263,11 +267,9 @@ class FeatureSplit:
             return tensor
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        axes, shape, dim = (
-            self._mesh.mesh_dim_names,
-            self._shapes[name],
-            self.dims[name],
-        )
+        axes = self._mesh.mesh_dim_names
+        shape = self._shapes[name]
+        dim = self.dims[name]
         assert axes is not None
         placements = dict.fromkeys(axes, Replicate()) | {
             SHARD_AXIS: tensor.placements[-1]
@@ -277,7 +279,7 @@ class FeatureSplit:
         local = local_tensor(tensor)
         whole = torch.empty(shape, device="meta")
         # Without memory: ``from_local`` would move a local tensor to the mesh's device.
-        made = DTensor.from_local(
+        meta_dtensor = DTensor.from_local(
             torch.empty_like(local, device="meta"),
             self._mesh,
             [placements[axis] for axis in axes],
@@ -285,10 +287,10 @@ class FeatureSplit:
             shape=whole.shape,
             stride=whole.stride(),
         )
-        return sharded_like(made, local)
+        return sharded_like(meta_dtensor, local)
 
     def in_every_part(
-        self, named: Iterator[tuple[str, nn.Parameter]]
+        self, parameters: Iterator[tuple[str, nn.Parameter]]
     ) -> Iterator[nn.Parameter]:
         """Parameters that all ranks have."""
-        return (param for name, param in named if self.dims.get(name, 0) is None)
+        return (param for name, param in parameters if self.dims.get(name, 0) is None)

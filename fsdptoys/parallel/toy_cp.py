@@ -1,4 +1,4 @@
-"""The toy's context parallelism as a strategy: the toy DDP, whose ranks share sequences
+"""The toy's context parallelism as a strategy: the toy DDP over parts of sequences
 (``mesh.cp_size``).
 
 DDP's sum over all ranks adds up the gradients of other sequences and of other parts of the same one
@@ -26,11 +26,9 @@ class ToyContext(Context):
     """A part of each sequence, by the toy's functions."""
 
     def __init__(self, group: dist.ProcessGroup, form: ContextForm) -> None:
-        self.ranks, self._group, self._is_ring = (
-            group.size(),
-            group,
-            form is ContextForm.ring,
-        )
+        self.ranks = group.size()
+        self._group = group
+        self._is_ring = form is ContextForm.ring
 
     def cut(self, full: Tensor, dim: int) -> Tensor:
         """This rank's positions."""

@@ -44,7 +44,7 @@ class ToyDDP(DDP):
         )
 
     def _ignored_params(self) -> Collection[nn.Parameter]:
-        """Return parameters whose gradients are reduced elsewhere."""
+        """Return parameters that DDP leaves alone."""
         return ()
 
 
@@ -97,7 +97,9 @@ class ToyZero1(ToyDDP):
 
     def state(self, optimizer: torch.optim.Optimizer) -> ShardedState:
         """Live parameters, and copies of the states, sharded along their first dim."""
-        slices, holdings, live = self.model.slices, [], {}
+        slices = self.model.slices
+        holdings = []
+        live = {}
         for name, param in self._trained():
             bucket, slot = slices.places[param]
             spans = [bucket.span(slot, rank) for rank in range(slices.ranks)]

@@ -1,5 +1,4 @@
-"""The toy's expert parallelism as a strategy: the toy DDP, whose ranks split the experts
-(``mesh.ep_size``).
+"""The toy's expert parallelism as a strategy: the toy DDP with split experts (``mesh.ep_size``).
 
 Each rank keeps 1/n of every stack of experts, as a plain parameter. DDP leaves these alone: their
 gradients are summed over the ranks with the same experts, after the last micro-batch. The model's
@@ -129,7 +128,8 @@ class ToyEP(ToyDDP):
             Shard,
         )
 
-        shape, stride = self._stacks[name], tensor.stride()
+        shape = self._stacks[name]
+        stride = tensor.stride()
         placements = [Replicate(), Shard(0)]
         return DTensor.from_local(
             tensor, self.mesh, placements, run_check=False, shape=shape, stride=stride

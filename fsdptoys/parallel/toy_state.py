@@ -1,4 +1,4 @@
-"""Checkpoint tensors of a toy's parameters and optimizer states, of which each rank owns spans of
+"""Checkpoint tensors of a toy's parameters and optimizer states. Each rank owns spans of their
 elements.
 
 A span, in the order of elements, is no DTensor. Each tensor is therefore assembled on every rank,
@@ -63,12 +63,10 @@ class ShardedState(State):
         mesh: DeviceMesh,
         live: dict[str, Tensor],
     ) -> None:
-        self.holdings, self.optimizer, self.mesh, self.live = (
-            holdings,
-            optimizer,
-            mesh,
-            live,
-        )
+        self.holdings = holdings
+        self.optimizer = optimizer
+        self.mesh = mesh
+        self.live = live
         self.device = (
             torch.device(mesh.device_type)
             if mesh.device_type == "cpu"
@@ -101,17 +99,17 @@ class ShardedState(State):
                         holding.own.detach(), holding.own.dtype, self.device
                     )
                 )
-            kept = self.optimizer.state.get(holding.own, {})
+            states = self.optimizer.state.get(holding.own, {})
             for kind, (dtype, is_whole) in self._kinds[number].items():
                 key = f"optim.{holding.name}.{kind}"
                 if is_whole:
                     tensors[key] = self._shard(
-                        holding.assemble(kept.get(kind), dtype, self.device)
+                        holding.assemble(states.get(kind), dtype, self.device)
                     )
                 else:
                     value = (
-                        kept[kind].clone()
-                        if kind in kept
+                        states[kind].clone()
+                        if kind in states
                         else torch.zeros((), dtype=dtype)
                     )
                     tensors[key] = value.to(self.device)
@@ -125,10 +123,10 @@ class ShardedState(State):
                 self._install(
                     holding, holding.own.detach(), tensors[f"model.{holding.name}"]
                 )
-            kept = self.optimizer.state.get(holding.own, {})
+            states = self.optimizer.state.get(holding.own, {})
             for kind in self._kinds[number]:
                 self._install(
-                    holding, kept.get(kind), tensors[f"optim.{holding.name}.{kind}"]
+                    holding, states.get(kind), tensors[f"optim.{holding.name}.{kind}"]
                 )
         self.optimizer.load_state_dict(self.optimizer.state_dict())
 

@@ -104,7 +104,9 @@ class ToyZero3(Strategy):
 
     def state(self, optimizer: torch.optim.Optimizer) -> ShardedState:
         """Copies, sharded along their first dim."""
-        holdings = [each for each in self._holdings() if each.own.requires_grad]
+        holdings = [
+            holding for holding in self._holdings() if holding.own.requires_grad
+        ]
         return ShardedState(holdings, optimizer, self.build_mesh(), live={})
 
 

@@ -6,8 +6,8 @@ values, so that a layer exchanges twice in the forward and twice in the backward
 no rank can change.
 
 Where N does not divide the G key/value heads, these are copied until it does; gradients of copies
-add up in the backward. N divides the H query heads, of which G is a divisor, so the least common
-multiple of N and G divides them too, and each rank's query heads find their own key heads.
+add up in the backward. N and G divide the H query heads, so their least common multiple does too,
+and each rank's query heads find their own key heads.
 
 Shapes: B batch, T tokens of a full sequence, t = T/N of this rank's part, H query heads, G
 key/value heads, h heads of a rank, K width of a head.
@@ -30,7 +30,9 @@ class Ulysses(Context):
     """Each rank keeps one piece of a sequence, and attends over full sequences of some heads."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.ranks, self._rank, self._group = group.size(), group.rank(), group
+        self.ranks = group.size()
+        self._rank = group.rank()
+        self._group = group
 
     def cut(self, full: Tensor, dim: int) -> Tensor:
         """One of N pieces, in order of rank."""

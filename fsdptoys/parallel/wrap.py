@@ -14,10 +14,10 @@ The root holds all other parameters, from its forward to the end of the backward
 size the embedding and the head are units only if chosen, as in PyTorch.
 
 Never a unit: a module without a forward of its own (``ModuleList``); a part of
-``MultiheadAttention``, whose forward does not run; a module with some but not all names of a shared
-weight, which two units would gather and reduce; by class also a module all of whose parameters
-belong to units within it. Not covered: a user's module whose parent reads its weight without
-calling it, which must not be chosen.
+``MultiheadAttention``, which does not call it; a module with some but not all names of a shared
+weight, which two units would gather and reduce; by class also a module without parameters outside
+the units within it. Not covered: a user's module must not be chosen if its parent reads its weight
+without calling it.
 
 Source: ``torch/distributed/fsdp/wrap.py`` (torch 2.13), ``_recursive_wrap`` and the policies there.
 """
@@ -95,19 +95,20 @@ def class_units(model: DecoderModel, classes: Sequence[str]) -> list[Unit]:
         ConfigError: for a class that no unit can have.
     """
     able = _able(model)
-    known = sorted({type(module).__name__ for module in able.values()})
+    class_names = sorted({type(module).__name__ for module in able.values()})
     accepted = set().union(*map(_class_names, able.values()))
     unknown = [name for name in classes if name not in accepted]
     if unknown:
-        meant = [
-            name if name in accepted else near_miss(name, known) for name in classes
+        matches = [
+            name if name in accepted else near_miss(name, class_names)
+            for name in classes
         ]
-        fixed = list(dict.fromkeys(filter(None, meant))) or [
+        fixed = list(dict.fromkeys(filter(None, matches))) or [
             type(model.layers[0]).__name__
         ]
         raise ConfigError(
             f"parallel.wrap_classes={value_text(list(classes))} names {unknown[0]}, but units of "
-            f"this model can be of the classes {', '.join(known)}; set "
+            f"this model can be of the classes {', '.join(class_names)}; set "
             f"parallel.wrap_classes={value_text(fixed)}"
         )
     chosen = {
@@ -146,14 +147,13 @@ def size_units(model: DecoderModel, least: float) -> list[Unit]:
 
 
 def split_off_experts(model: DecoderModel, units: Sequence[Unit]) -> list[Unit]:
-    """Units of which the stacks of each layer's experts are one of their own, in the order of the
-    forward."""
+    """Make the stacks of each layer's experts units of their own, in the order of the forward."""
     names = [name for name, _ in _walk("", model)]
-    taken = {name for unit in units for name in unit.modules}
+    unit_names = {name for unit in units for name in unit.modules}
     experts = [
         name
         for name in names
-        if isinstance(model.get_submodule(name), Experts) and name not in taken
+        if isinstance(model.get_submodule(name), Experts) and name not in unit_names
     ]
     return sorted(
         [*units, *(_unit(model, (name,)) for name in experts)],
@@ -164,12 +164,14 @@ def split_off_experts(model: DecoderModel, units: Sequence[Unit]) -> list[Unit]:
 def own_parameters(modules: list[list[nn.Module]]) -> list[list[nn.Parameter]]:
     """Parameters of each group of modules that no later group has; outer modules must come before
     inner ones."""
-    seen: set[nn.Parameter] = set()
+    inner_params: set[nn.Parameter] = set()
     owned: list[list[nn.Parameter]] = []
     for group in reversed(modules):
         params = [param for module in group for param in module.parameters()]
-        owned.append([param for param in dict.fromkeys(params) if param not in seen])
-        seen.update(params)
+        owned.append(
+            [param for param in dict.fromkeys(params) if param not in inner_params]
+        )
+        inner_params.update(params)
     return owned[::-1]
 
 
@@ -177,13 +179,13 @@ def inside_out(names: Sequence[str]) -> list[str]:
     """Names of modules in the order of the forward, sorted by the ends of their forwards: inner
     modules come first."""
 
-    def place(name: str) -> tuple[int, int]:
+    def forward_end(name: str) -> tuple[int, int]:
         prefix = f"{name}." if name else ""
         return max(
             i for i, other in enumerate(names) if f"{other}.".startswith(prefix)
         ), -len(prefix)
 
-    return sorted(names, key=place)
+    return sorted(names, key=forward_end)
 
 
 def _unit(model: DecoderModel, names: tuple[str, ...]) -> Unit:

@@ -80,10 +80,10 @@ class LoRAConfig(TuneConfig):
                 f"tune.adapter={self.adapter!r} must name a folder; set tune.adapter=null to "
                 "start from new adapters"
             )
-        known = [target for target in self.targets if target in LINEAR_LAYERS]
+        valid_targets = [target for target in self.targets if target in LINEAR_LAYERS]
         for target in self.targets:
-            if target not in known:
-                fix = f"set tune.targets={value_text(known or ['q_proj', 'v_proj'])}"
+            if target not in valid_targets:
+                fix = f"set tune.targets={value_text(valid_targets or ['q_proj', 'v_proj'])}"
                 raise ConfigError(
                     f"tune.targets names {target}, which is none of {', '.join(LINEAR_LAYERS)}; "
                     f"{fix}"

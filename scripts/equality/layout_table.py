@@ -45,37 +45,38 @@ class Layout:
     def of_reference(self, mode: str, preset: str) -> tuple[str, ...]:
         """Overrides that the one process needs too: more grains or slices, to cut into whole ones,
         and key heads."""
-        words = []
+        overrides = []
         if (
             mode == "layout"
             and "parallel.context=gathered" in self.overrides
             and 2 * self.shares > TrainConfig.grains
         ):
-            words.append(f"train.grains={2 * self.shares}")
+            overrides.append(f"train.grains={2 * self.shares}")
         if mode == "layout" and self.features > 1:
-            words.append(f"train.slices={self.features}")
+            overrides.append(f"train.slices={self.features}")
         if getattr(model_of(preset), "n_kv_heads", self.features) % self.features:
-            words.append(f"model.n_kv_heads={self.features}")
+            overrides.append(f"model.n_kv_heads={self.features}")
         if self.blocks > 1:
             model = model_of(preset)
-            words += (
+            overrides += (
                 [f"model.n_layers={STAGED_LAYERS}"]
                 if model.n_layers < STAGED_LAYERS
                 else []
             )
-            words += ["model.tie_embeddings=false"] if model.tie_embeddings else []
+            overrides += ["model.tie_embeddings=false"] if model.tie_embeddings else []
             # Routers balance the micro-batches so far, and a pipeline needs several; in layout mode
             # those of the step.
-            words += (
+            overrides += (
                 ["model.router_aux_loss_coef=0"]
                 if isinstance(model, MoEConfig) and mode == "default"
                 else []
             )
-        return tuple(words)
+        return tuple(overrides)
 
     def fits(self, world_size: int, preset: str, mode: str) -> bool:
         """Whether a model can be trained so on this many ranks."""
-        ranks, model = world_size // self.replicas // self.blocks, model_of(preset)
+        ranks = world_size // self.replicas // self.blocks
+        model = model_of(preset)
         shard = ranks // self.features
         if self.rings and (
             mode == "layout" or "data.mask_documents=true" in EXTRAS.get(preset, "")
@@ -99,53 +100,53 @@ class Layout:
 
 def _layouts() -> dict[str, Layout]:
     plain = {name: Layout((f"parallel={name}",)) for name in ("ddp", "fsdp1", "fsdp2")}
-    made = plain | {"hsdp": Layout((), replicas=2)}
+    layouts = plain | {"hsdp": Layout((), replicas=2)}
     for form in ("ulysses", "gathered", "ring"):
         for cp in (2, 4):
-            made[f"cp {cp} {form}"] = Layout(
+            layouts[f"cp {cp} {form}"] = Layout(
                 (f"parallel.context={form}",), shares=cp, rings=form == "ring"
             )
-    made["cp 8 gathered"] = Layout(("parallel.context=gathered",), shares=8)
-    made["hsdp, cp 2"] = Layout((), shares=2, replicas=2)
-    made |= {f"ep {ep}": Layout((), split=ep) for ep in (2, 4, 8)}
-    made |= {
+    layouts["cp 8 gathered"] = Layout(("parallel.context=gathered",), shares=8)
+    layouts["hsdp, cp 2"] = Layout((), shares=2, replicas=2)
+    layouts |= {f"ep {ep}": Layout((), split=ep) for ep in (2, 4, 8)}
+    layouts |= {
         "cp 2, ep 2": Layout((), 2, 2),
         "cp 2, ep 4": Layout((), 2, 4),
         "cp 4, ep 2": Layout((), 4, 2),
     }
-    made |= {
+    layouts |= {
         "hsdp, ep 2": Layout((), split=2, replicas=2),
         "hsdp, cp 2, ep 2": Layout((), 2, 2, 2),
     }
-    made |= {f"tp {tp}": Layout((), features=tp) for tp in (2, 4)}
+    layouts |= {f"tp {tp}": Layout((), features=tp) for tp in (2, 4)}
     for form in ("ulysses", "gathered"):
-        made[f"tp 2, cp 2 {form}"] = Layout(
+        layouts[f"tp 2, cp 2 {form}"] = Layout(
             (f"parallel.context={form}",), shares=2, features=2
         )
-    made |= {
+    layouts |= {
         "hsdp, tp 2": Layout((), replicas=2, features=2),
         "tp 2, ep 2": Layout((), split=2, features=2),
     }
-    made |= {"tp 2, cp 2, ep 4": Layout((), 2, 4, features=2)}
+    layouts |= {"tp 2, cp 2, ep 4": Layout((), 2, 4, features=2)}
     staged = {
         schedule.value: (f"parallel.schedule={schedule.value}",)
         * (schedule is not PipelineSchedule.gpipe)
         for schedule in PipelineSchedule
     }
-    made |= {
-        f"pp 2 {schedule}": Layout(words, blocks=2)
-        for schedule, words in staged.items()
+    layouts |= {
+        f"pp 2 {schedule}": Layout(overrides, blocks=2)
+        for schedule, overrides in staged.items()
     }
-    made |= {
+    layouts |= {
         "pp 4 1f1b": Layout(staged["1f1b"], blocks=4),
         "hsdp, pp 2": Layout((), replicas=2, blocks=2),
     }
-    made["pp 2, cp 2"] = Layout(
+    layouts["pp 2, cp 2"] = Layout(
         (*staged["interleaved"], "parallel.context=gathered"), shares=2, blocks=2
     )
-    made["pp 2, ep 2"] = Layout(staged["zero_bubble"], split=2, blocks=2)
-    made["pp 2, tp 2"] = Layout(staged["1f1b"], features=2, blocks=2)
-    return made | {"pp 2, cp 2, ep 2": Layout(staged["1f1b"], 2, 2, blocks=2)}
+    layouts["pp 2, ep 2"] = Layout(staged["zero_bubble"], split=2, blocks=2)
+    layouts["pp 2, tp 2"] = Layout(staged["1f1b"], features=2, blocks=2)
+    return layouts | {"pp 2, cp 2, ep 2": Layout(staged["1f1b"], 2, 2, blocks=2)}
 
 
 LAYOUTS = _layouts()

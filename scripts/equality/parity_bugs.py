@@ -105,7 +105,8 @@ def drop_partial_sums() -> Any:
     queries."""
 
     def keep_own(full: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ranks, rank = group.size(), group.rank()
+        ranks = group.size()
+        rank = group.rank()
         pieces = full.chunk(2 * ranks, dim=-2)
         return torch.cat((pieces[rank], pieces[2 * ranks - 1 - rank]), dim=-2)
 
@@ -324,7 +325,8 @@ def inject_all(
     ):
         table.add_column(column, justify="right" if "largest" in column else "left")
     make_reference = functools.cache(reference_of)
-    missed, hidden = [], 0
+    missed = []
+    hidden = 0
     for name in names:
         bug = BUGS[name]
         training = Training(bug.model, "float32", bug.mode, steps, seq_len)

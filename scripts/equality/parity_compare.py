@@ -8,6 +8,7 @@ gathered and replicas are compared too; one all-reduce of a few sums a run follo
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +30,7 @@ PARAMETERS = 0
 Arrays = dict[str, npt.NDArray[np.float32]]
 """Name of a parameter → values; not tensors, whose memory would end with the rank that sends
 them."""
-Named = Iterable[tuple[str, Tensor]]
+NamedTensors = Iterable[tuple[str, Tensor]]
 """Names of parameters, with full tensors or DTensors."""
 
 
@@ -47,19 +48,19 @@ class Trajectory:
         """Gradients by step and name, then parameters."""
         grads = {
             (step, name): grad
-            for step, named in self.gradients.items()
-            for name, grad in named.items()
+            for step, arrays in self.gradients.items()
+            for name, grad in arrays.items()
         }
         return grads | {
             (PARAMETERS, name): param for name, param in self.parameters.items()
         }
 
 
-def arrays(named: Named) -> Arrays:
+def arrays(tensors: NamedTensors) -> Arrays:
     """Copies of full tensors in host memory."""
     return {
         name: tensor.detach().to("cpu", torch.float32, copy=True).numpy()
-        for name, tensor in named
+        for name, tensor in tensors
     }
 
 
@@ -82,38 +83,37 @@ class Measure:
         self._expected = {
             key: torch.from_numpy(values) for key, values in reference.tensors().items()
         }
-        self._places = {key: place for place, key in enumerate(self._expected)}
+        self._rows = {key: row for row, key in enumerate(self._expected)}
         self._sums = torch.zeros(
             len(self._expected), len(Sums._fields), dtype=torch.float64
         )
 
     @torch.no_grad()
-    def add(self, step: int, named: Named) -> None:
+    def add(self, step: int, tensors: NamedTensors) -> None:
         """Compare the gradients of a step, or the final ``PARAMETERS``."""
-        for name, tensor in named:
+        for name, tensor in tensors:
             expected = self._expected[step, name]
             if is_dtensor(tensor):
-                mesh, placements = tensor.device_mesh, tensor.placements
+                mesh = tensor.device_mesh
+                placements = tensor.placements
                 expected = distribute_tensor(
                     expected, mesh, placements, src_data_rank=None
                 ).to_local()
                 tensor = tensor.to_local()
-            found, sums = (
-                tensor.detach().to("cpu", torch.float32),
-                self._sums[self._places[step, name]],
-            )
-            sums[0] += found.numel()
-            if not torch.equal(found, expected):
+            actual = tensor.detach().to("cpu", torch.float32)
+            sums = self._sums[self._rows[step, name]]
+            sums[0] += actual.numel()
+            if not torch.equal(actual, expected):
                 of_both = [
-                    (found - expected).double().square().sum(),
-                    found.double().square().sum(),
+                    (actual - expected).double().square().sum(),
+                    actual.double().square().sum(),
                 ]
                 sums[1:] += torch.stack([torch.ones((), dtype=torch.float64), *of_both])
             else:
-                sums[3] += found.double().square().sum()
+                sums[3] += actual.double().square().sum()
 
     def total(self) -> dict[tuple[int, str], Sums]:
-        """The sums over ranks. A collective, where there are several."""
+        """Add up the sums over ranks. A collective if there are several."""
         if dist.is_initialized():
             dist.all_reduce(self._sums)
         return {
@@ -154,24 +154,22 @@ class Comparison:
         A wrong loss comes first. Gradients of one step are found together; the one that differs
         most is named, since the backward spreads an error to all earlier layers.
         """
-        found = [
-            each
-            for each in self.differences
-            if each.size > over and each.step == (step or each.step)
+        differences = [
+            difference
+            for difference in self.differences
+            if difference.size > over and step in (None, difference.step)
         ]
-        if not found:
+        if not differences:
             return ""
-        together = [
-            each
-            for each in found
-            if each.step == found[0].step and each.column in KINDS
-        ]
-        named = (
-            max(together, key=lambda each: each.size)
-            if found[0].column in KINDS
-            else found[0]
-        )
-        return f"step {named.step}: {named.sentence}"
+        first = differences[0]
+        if first.column in KINDS:
+            gradients = [
+                difference
+                for difference in differences
+                if difference.step == first.step and difference.column in KINDS
+            ]
+            first = max(gradients, key=attrgetter("size"))
+        return f"step {first.step}: {first.sentence}"
 
 
 def kind_of(name: str) -> str:
@@ -179,14 +177,16 @@ def kind_of(name: str) -> str:
     parts = name.split(".")
     if "norm" in parts[-2]:
         return "norms"
-    known = {
+    kinds = {
         "attn": "attention",
         "experts": "experts",
         "router": "router",
         "lm_head": "head",
     }
-    found = [kind for part, kind in known.items() if part in parts]
-    return found[0] if found else "embedding" if parts[0].startswith("embed") else "mlp"
+    for part, kind in kinds.items():
+        if part in parts:
+            return kind
+    return "embedding" if parts[0].startswith("embed") else "mlp"
 
 
 def compare(
@@ -203,14 +203,13 @@ def compare(
         zip(losses, reference.losses, strict=True), 1
     ):
         if loss != expected:
-            size, sentence = (
-                _relative(loss, expected),
-                f"loss {loss:.9g} instead of {expected:.9g}",
-            )
+            size = _relative(loss, expected)
+            sentence = f"loss {loss:.9g} instead of {expected:.9g}"
             result.note(
                 Difference(step, "loss", sentence, size), f"{size:.0e} at {step}"
             )
-        norm, expected = norms[step - 1], reference.norms[step - 1]
+        norm = norms[step - 1]
+        expected = reference.norms[step - 1]
         for name, grad in reference.gradients.get(step, {}).items():
             _note_tensor(
                 result,
@@ -222,10 +221,8 @@ def compare(
                 NOISE * expected,
             )
         if norm != expected:
-            size, sentence = (
-                _relative(norm, expected),
-                f"gradient norm {norm:.9g} instead of {expected:.9g}",
-            )
+            size = _relative(norm, expected)
+            sentence = f"gradient norm {norm:.9g} instead of {expected:.9g}"
             result.note(
                 Difference(step, "norm", sentence, size), f"{size:.0e} at {step}"
             )
@@ -255,7 +252,8 @@ def _note_tensor(
             Difference(step, column, f"{name} is missing", math.inf), f"none at {step}"
         )
     elif sums.unequal:
-        copies, size = sums.elements / expected.size, float(np.linalg.norm(expected))
+        copies = sums.elements / expected.size
+        size = float(np.linalg.norm(expected))
         ratio = math.sqrt(sums.squares / copies) / max(size, 1e-30)
         difference = math.sqrt(sums.differences / copies) / max(size, least)
         difference = math.inf if math.isnan(difference) else difference

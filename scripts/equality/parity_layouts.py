@@ -45,7 +45,7 @@ from scripts.equality.parity_compare import (
     Arrays,
     Comparison,
     Measure,
-    Named,
+    NamedTensors,
     Trajectory,
     arrays,
     compare,
@@ -83,7 +83,7 @@ class Training:
 
 
 def row_overrides(
-    layout: Layout | None, training: Training, world_size: int, place: int
+    layout: Layout | None, training: Training, world_size: int, index: int
 ) -> list[str]:
     """Overrides of a row, or of the reference without a layout; ``place`` varies what must not
     matter."""
@@ -97,7 +97,7 @@ def row_overrides(
     # row.
     accumulates = (
         layout is not None
-        and place % 2 == 1
+        and index % 2 == 1
         and data_ranks < GLOBAL_BATCH
         and "moe" not in model
     )
@@ -114,26 +114,32 @@ def row_overrides(
         "metrics.console=none launch.device=cpu "
         f"parallel.param_dtype={training.dtype} {EXTRAS.get(model, '')}"
     )
-    words = line.split()
+    overrides = line.split()
     if layout is None:
-        return [*words, "parallel=single"]
-    words += layout.of_reference(training.mode, model)
+        return [*overrides, "parallel=single"]
+    overrides += layout.of_reference(training.mode, model)
     if not any(word.startswith("parallel=") for word in layout.overrides):
-        words.append("parallel=fsdp2")
-    words += layout.overrides
+        overrides.append("parallel=fsdp2")
+    overrides += layout.overrides
     if layout.replicas > 1:
-        words.append(f"mesh.fsdp_size={world_size // layout.replicas // layout.blocks}")
+        overrides.append(
+            f"mesh.fsdp_size={world_size // layout.replicas // layout.blocks}"
+        )
     sizes = {
         "cp": layout.shares,
         "ep": layout.split,
         "tp": layout.features,
         "pp": layout.blocks,
     }
-    words += [f"mesh.{axis}_size={size}" for axis, size in sizes.items()]
-    return words + (["memory.gradient_checkpointing=full"] if place % 3 == 2 else [])
+    overrides += [f"mesh.{axis}_size={size}" for axis, size in sizes.items()]
+    return overrides + (
+        ["memory.gradient_checkpointing=full"] if index % 3 == 2 else []
+    )
 
 
-def recorder(config: Config, on_gradients: Callable[[int, Named], None]) -> Trainer:
+def recorder(
+    config: Config, on_gradients: Callable[[int, NamedTensors], None]
+) -> Trainer:
     """Return a trainer that passes the gradients of some steps on before they are clipped."""
     trainer = Trainer(config)
     # Counting it takes a tenth of a row's time on rank 0, for which the others wait
@@ -141,21 +147,21 @@ def recorder(config: Config, on_gradients: Callable[[int, Named], None]) -> Trai
 
     def look(step: int, phase: str) -> None:
         if phase == "optimizer" and step in recorded_steps(config.train.steps):
-            with gradients(trainer) as named:
-                on_gradients(step, named)
+            with gradients(trainer) as grads:
+                on_gradients(step, grads)
 
     trainer.on_phase = look
     return trainer
 
 
 def recorded_steps(steps: int) -> set[int]:
-    """Steps whose gradients are compared."""
+    """Return the steps to compare gradients of."""
     return {1, 2, steps}
 
 
 @contextmanager
 @torch.no_grad()
-def gradients(trainer: Trainer) -> Iterator[Named]:
+def gradients(trainer: Trainer) -> Iterator[NamedTensors]:
     """The gradients as the norm sees them, in full or as DTensors; a collective."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -164,11 +170,11 @@ def gradients(trainer: Trainer) -> Iterator[Named]:
         with FullyShardedDataParallel.summon_full_params(
             model, with_grads=True, writeback=False
         ):
-            named = {
+            grads = {
                 name.replace("_fsdp_wrapped_module.", ""): param.grad
                 for name, param in model.named_parameters()
             }
-            yield [(name, grad) for name, grad in named.items() if grad is not None]
+            yield [(name, grad) for name, grad in grads.items() if grad is not None]
     else:
         strategy = trainer.strategy
         grads = [(name, param.grad) for name, param in strategy.named_parameters()]
@@ -191,17 +197,16 @@ def train_and_compare(
             trainer = recorder(config, measure.add)
             trainer.train()
             measure.add(PARAMETERS, parameters(trainer))
-            sums, steps = measure.total(), trainer.history
+            sums = measure.total()
+            steps = trainer.history
             if dist.get_rank() == 0:
-                losses, norms = (
-                    [step.loss for step in steps],
-                    [step.grad_norm for step in steps],
-                )
+                losses = [step.loss for step in steps]
+                norms = [step.grad_norm for step in steps]
                 compared.append(compare(losses, norms, sums, reference))
     return compared
 
 
-def parameters(trainer: Trainer) -> Named:
+def parameters(trainer: Trainer) -> NamedTensors:
     """The parameters, in full or as DTensors; a collective."""
     strategy = trainer.strategy
     if not isinstance(strategy, FSDP2):
@@ -214,13 +219,18 @@ def parameters(trainer: Trainer) -> Named:
 
 def train(config: Config) -> Trajectory:
     """Train one ordinary process."""
-    found: dict[int, Arrays] = {}
-    trainer = recorder(config, lambda step, named: found.update({step: arrays(named)}))
+    gradients_by_step: dict[int, Arrays] = {}
+    trainer = recorder(
+        config, lambda step, grads: gradients_by_step.update({step: arrays(grads)})
+    )
     trainer.train()
-    assert found, "no gradients to compare with"
+    assert gradients_by_step, "no gradients to compare with"
     steps = trainer.history
-    losses, norms = [step.loss for step in steps], [step.grad_norm for step in steps]
-    return Trajectory(losses, norms, found, arrays(trainer.strategy.full_parameters()))
+    losses = [step.loss for step in steps]
+    norms = [step.grad_norm for step in steps]
+    return Trajectory(
+        losses, norms, gradients_by_step, arrays(trainer.strategy.full_parameters())
+    )
 
 
 def layout_configs(
@@ -229,9 +239,9 @@ def layout_configs(
     """Configurations of rows, given as layouts with their places."""
     return {
         name: configured(
-            row_overrides(LAYOUTS[name], training, world_size, place), world_size
+            row_overrides(LAYOUTS[name], training, world_size, index), world_size
         )
-        for name, place in rows.items()
+        for name, index in rows.items()
     }
 
 
@@ -239,17 +249,18 @@ def rows_of(
     args: argparse.Namespace, training: Training, world_size: int
 ) -> dict[str, int]:
     """Layouts, with their places, that are trained on this many ranks."""
-    model, mode = training.model, training.mode
+    model = training.model
+    mode = training.mode
     bits = (mode, training.dtype) == ("layout", "float32")
     in_full = not args.pairs or (model in PAIRED_IN_FULL and bits)
     rows = {}
-    for place, (name, layout) in enumerate(LAYOUTS.items()):
+    for index, (name, layout) in enumerate(LAYOUTS.items()):
         fitting = [
             size for size in sorted(args.world_sizes) if layout.fits(size, model, mode)
         ]
         fitting = fitting if in_full else fitting[:1]
         if name in args.layouts and world_size in fitting:
-            rows[name] = place
+            rows[name] = index
     return rows
 
 
@@ -272,7 +283,8 @@ def compare_layouts(
     args: argparse.Namespace, training: Training, console: Console
 ) -> list[str]:
     """Train and print one table; return the breaches."""
-    model, mode = training.model, training.mode
+    model = training.model
+    mode = training.mode
     make_reference = functools.cache(lambda *more: reference_of(training, more))
     table = Table(
         title=f"{training.title} mode, {args.steps} steps: differences from one process"
@@ -300,11 +312,11 @@ def compare_layouts(
         references = [
             make_reference(*LAYOUTS[name].of_reference(mode, model)) for name in configs
         ]
-        found: list[Comparison] = run_ranks(
+        comparisons: list[Comparison] = run_ranks(
             world_size, train_and_compare, list(configs.values()), references, titles
         )[0]
         table.add_section()
-        for name, title, row in zip(configs, titles, found, strict=True):
+        for name, title, row in zip(configs, titles, comparisons, strict=True):
             cells = [
                 row.cells.get(key, "0")
                 for key in ("loss", *kinds, "norm", "parameters")

@@ -27,7 +27,7 @@ def divide_after_the_backward() -> Any:
                 assert param.grad is not None
                 local_tensor(param.grad).mul_(step.per_token)
 
-    undivided = mock.Mock(side_effect=lambda loss, place: loss.squeeze(0))
+    undivided = mock.Mock(side_effect=lambda loss, index: loss.squeeze(0))
     return mock.patch.multiple(
         PipelinedModel, train_step=divide_later, scaled_loss=undivided
     )
@@ -37,10 +37,10 @@ def keep_the_last_micro_batch() -> Any:
     """Only the last micro-batch of a step has gradients."""
     scaled_loss = PipelinedModel.scaled_loss
 
-    def of_the_last(self: PipelinedModel, loss: Tensor, place: Tensor) -> Tensor:
+    def of_the_last(self: PipelinedModel, loss: Tensor, index: Tensor) -> Tensor:
         assert self.step is not None
-        return scaled_loss(self, loss, place) * float(
-            int(place) == len(self.step.microbatches) - 1
+        return scaled_loss(self, loss, index) * float(
+            int(index) == len(self.step.microbatches) - 1
         )
 
     return mock.patch.object(PipelinedModel, "scaled_loss", of_the_last)
@@ -66,11 +66,11 @@ def send_another_micro_batch() -> Any:
         stage: Stage,
         modules: nn.Module,
         received: Tensor,
-        place: Tensor,
+        index: Tensor,
     ) -> Tensor:
         assert self.step is not None
         if not stage.embeds:
-            place = (place + 1) % len(self.step.microbatches)
-        return run_stage(self, stage, modules, received, place)
+            index = (index + 1) % len(self.step.microbatches)
+        return run_stage(self, stage, modules, received, index)
 
     return mock.patch.object(PipelinedModel, "run_stage", of_the_next)

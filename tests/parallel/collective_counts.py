@@ -1,6 +1,5 @@
 """Counts of a step's collectives."""
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +11,9 @@ from fsdptoys.config.schema import Config
 from fsdptoys.train.trainer import Trainer
 
 LAYERS = 3
-GATHER, SCATTER, REDUCE = "all_gather", "reduce_scatter", "all_reduce"
+GATHER = "all_gather"
+SCATTER = "reduce_scatter"
+REDUCE = "all_reduce"
 # FSDP1 gathers into a list of tensors on a CPU.
 KINDS = {
     "_allgather_base_": GATHER,
@@ -77,7 +78,3 @@ def second_step(configs: list[Config]) -> list[list[str]]:
             trainer.train()
         recorded.append(recorder.events)
     return recorded
-
-
-def count(events: list[str], kind: str) -> int:
-    return Counter(events)[kind]

@@ -16,7 +16,13 @@ from fsdptoys.parallel import FSDP2Config
 from fsdptoys.parallel.fsdp1 import FSDP1
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.dtensor import full_tensor, is_dtensor
+from tests.harness.outcomes import hash_parameters
 from tests.harness.tiny import make_config
+
+
+def initial_hashes(configs: list[Config]) -> list[dict[str, str]]:
+    """Hashes of each run's parameters before its first step."""
+    return [hash_parameters(Trainer(config)) for config in configs]
 
 
 def only_the_first(self: Router, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,22 +119,24 @@ def distance(one: numpy.ndarray, other: numpy.ndarray) -> float:
 
 
 def assert_close(
-    got: Outcome,
+    outcome: Outcome,
     expected: Outcome,
     tolerance: float = 2e-6,
     norm_tolerance: float | None = None,
     tensors: bool = True,
 ) -> None:
     """Compare numbers of steps, and unless told otherwise gradients and parameters."""
-    assert got.losses == pytest.approx(expected.losses, rel=tolerance)
-    assert got.norms == pytest.approx(expected.norms, rel=norm_tolerance or tolerance)
+    assert outcome.losses == pytest.approx(expected.losses, rel=tolerance)
+    assert outcome.norms == pytest.approx(
+        expected.norms, rel=norm_tolerance or tolerance
+    )
     if not tensors:
         return
-    assert got.balance == pytest.approx(expected.balance, rel=tolerance)
-    for ours, theirs in (
-        (got.grads, expected.grads),
-        (got.parameters, expected.parameters),
+    assert outcome.balance == pytest.approx(expected.balance, rel=tolerance)
+    for arrays, references in (
+        (outcome.grads, expected.grads),
+        (outcome.parameters, expected.parameters),
     ):
-        assert ours.keys() == theirs.keys()
-        far = {name: distance(ours[name], theirs[name]) for name in theirs}
+        assert arrays.keys() == references.keys()
+        far = {name: distance(arrays[name], references[name]) for name in references}
         assert {name: far[name] for name in far if far[name] > tolerance} == {}

@@ -1,4 +1,4 @@
-"""Models whose features, experts and layers ranks divide, and settings of their runs."""
+"""Models with features, experts and layers that ranks divide, and settings of their runs."""
 
 from typing import Any
 

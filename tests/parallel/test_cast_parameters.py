@@ -37,21 +37,23 @@ def test_model_on_cast_parameters_generates_text() -> None:
     keyword."""
     model = filled(TINY["qwen3"]).eval()
     prompt_T = torch.tensor([3, 1, 4])
-    found = generate(CastParameters(model, torch.float32), prompt_T, 6, 16, Draw(0.0))
-    assert torch.equal(found, generate(model, prompt_T, 6, 16, Draw(0.0)))
+    tokens_T = generate(
+        CastParameters(model, torch.float32), prompt_T, 6, 16, Draw(0.0)
+    )
+    assert torch.equal(tokens_T, generate(model, prompt_T, 6, 16, Draw(0.0)))
 
 
 def test_dropped_model_on_cast_parameters_frees_them() -> None:
-    """Oracle: the garbage collector, after a backward, whose graph nodes hold the hooks of
+    """Oracle: the garbage collector, after a backward. Its graph nodes hold the hooks of
     parameters."""
     model = filled(tiny_model())
     CastParameters(model, torch.bfloat16)(
         torch.tensor([[3, 1, 4]])
     ).float().sum().backward()
-    held = weakref.ref(next(model.parameters()))
+    param = weakref.ref(next(model.parameters()))
     del model
     gc.collect()
-    assert held() is None
+    assert param() is None
 
 
 class Casts(TorchDispatchMode):
@@ -128,12 +130,12 @@ def test_parameters_are_cast_once_and_gradients_arrive_block_by_block(
 
 
 def orders(configs: list[Config]) -> list[list[str]]:
-    found = []
+    orders_of_runs = []
     for config in configs:
         trainer = Trainer(config)
-        found.append(order_of_gradients(trainer.strategy._unwrapped))  # type: ignore[attr-defined]
+        orders_of_runs.append(order_of_gradients(trainer.strategy._unwrapped))  # type: ignore[attr-defined]
         trainer.train()
-    return found
+    return orders_of_runs
 
 
 def test_ddp_gets_gradients_of_the_last_block_before_the_backward_of_the_first_begins() -> (

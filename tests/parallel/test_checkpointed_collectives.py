@@ -38,9 +38,10 @@ from fsdptoys.utils.torchao import torchao_fault
 from tests.harness.ranks import run_ranks
 from tests.harness.run_tables import levels
 from tests.harness.tiny import TINY, WITH_BLOCKS, make_config
-from tests.parallel.collective_counts import GATHER, LAYERS, count, second_step
+from tests.parallel.collective_counts import GATHER, LAYERS, second_step
 
-FULL, SELECTIVE = GradientCheckpointing.full, GradientCheckpointing.selective
+FULL = GradientCheckpointing.full
+SELECTIVE = GradientCheckpointing.selective
 PARTS = Wrap.block_attn_mlp
 WAYS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -107,7 +108,7 @@ def test_checkpointing_gathers_no_more_than_the_pytorch_wrapper(name: str) -> No
     }
     events = run_ranks(2, second_step, list(configs.values()))[0]
     gathers = {
-        way: count(of_way, GATHER) for way, of_way in zip(configs, events, strict=True)
+        way: of_way.count(GATHER) for way, of_way in zip(configs, events, strict=True)
     }
     assert gathers["full, every 2"] == gathers["PyTorch's 2"]
     for way in ("full", "selective", "full, offload", "selective, offload"):

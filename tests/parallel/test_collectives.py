@@ -15,7 +15,6 @@ from tests.parallel.collective_counts import (
     LAYERS,
     REDUCE,
     SCATTER,
-    count,
     second_step,
 )
 
@@ -84,7 +83,7 @@ def test_resharding_policy_determines_the_number_of_gathers(
     """Oracle: units counted by hand; the forward gathers each once, the backward the resharded
     ones."""
     gathers = {
-        policy.value: count(events_of(config(reshard_after_forward=policy)), GATHER)
+        policy.value: events_of(config(reshard_after_forward=policy)).count(GATHER)
         for policy in ReshardAfterForward
     }
     # FSDP2's embedding stays sharded in the backward, which needs no weight for a look-up.
@@ -101,9 +100,9 @@ def test_wrap_policy_determines_the_number_of_units(
     config: type[FSDP1Config] | type[FSDP2Config], events_of: Events
 ) -> None:
     """Oracle: units counted by hand; each unit reduces its gradients once."""
-    assert count(events_of(config(wrap=Wrap.block)), SCATTER) == UNITS[config]
+    assert events_of(config(wrap=Wrap.block)).count(SCATTER) == UNITS[config]
     assert (
-        count(events_of(config(wrap=Wrap.block_attn_mlp)), SCATTER)
+        events_of(config(wrap=Wrap.block_attn_mlp)).count(SCATTER)
         == UNITS[config] + 2 * LAYERS
     )
 
@@ -121,9 +120,9 @@ def test_accumulation_reduces_once_per_step_unless_deterministic(
     # Two all-reduces are the trainer's own: valid tokens, and loss; clipping has a third where
     # gradients are sharded.
     of_trainer = {SCATTER: 0, REDUCE: 2}[kind]
-    assert count(events, kind) - of_trainer == units * (3 if deterministic else 1)
+    assert events.count(kind) - of_trainer == units * (3 if deterministic else 1)
     # FSDP1 keeps its root and head gathered until it reduces.
-    assert count(events, GATHER) <= 3 * count(events_of(parallel), GATHER)
+    assert events.count(GATHER) <= 3 * events_of(parallel).count(GATHER)
 
 
 @pytest.mark.parametrize(("config", "depth"), DEPTHS)
@@ -135,7 +134,7 @@ def test_prefetch_depth_determines_how_early_units_are_gathered(
     before_first_block = events[: events.index("forward 0")]
     # Embedding and first block are gathered alone, and FSDP1's root, the norm, before all others.
     root = 1 if config is FSDP1Config else 0
-    assert count(before_first_block, GATHER) == root + 2 + depth
+    assert before_first_block.count(GATHER) == root + 2 + depth
     # The head is gathered in the forward, unless it was prefetched; the last block alone.
     later = events[
         events.index(f"forward {LAYERS - 1}") + 1 : events.index(
@@ -143,8 +142,8 @@ def test_prefetch_depth_determines_how_early_units_are_gathered(
         )
     ]
     head = 1 if depth == 0 else 0
-    assert count(later, GATHER) == head + 1 + depth
-    assert count(events, GATHER) == count(events_of(config()), GATHER)
+    assert later.count(GATHER) == head + 1 + depth
+    assert events.count(GATHER) == events_of(config()).count(GATHER)
 
 
 def differing_sums() -> int:

@@ -34,7 +34,8 @@ from tests.parallel.numeric_outcomes import Outcome, assert_close, train_all
 ULYSSES, GATHERED, RING = FORMS = tuple(
     form for form in ContextForm if form is not ContextForm.auto
 )
-FULL, SELECTIVE = GradientCheckpointing.full, GradientCheckpointing.selective
+FULL = GradientCheckpointing.full
+SELECTIVE = GradientCheckpointing.selective
 
 
 def train(configs: list[Config]) -> list[Outcome] | None:
@@ -215,8 +216,8 @@ def attend(
     upstream gradient."""
     *leaves, upstream = (context.cut(x, 2).clone().requires_grad_() for x in full)
     q, k, v = leaves
-    seen = None if segments is None else context.mask(segments, kernels, q.dtype)
-    out = context.attend(q, k, v, kernels, chunk_len, seen)
+    mask = None if segments is None else context.mask(segments, kernels, q.dtype)
+    out = context.attend(q, k, v, kernels, chunk_len, mask)
     return out, *torch.autograd.grad(out, leaves, upstream)
 
 
@@ -225,7 +226,8 @@ def differences(
 ) -> list[float]:
     """Largest difference of each case from attention over full sequences, over chunk lengths and
     documents."""
-    group, found = dist.group.WORLD, []
+    group = dist.group.WORLD
+    largest = []
     assert group is not None
     for form, n_heads, n_kv_heads, dtype, attention in cases:
         context = build_context(form, group, compiles=False)
@@ -264,8 +266,8 @@ def differences(
                         worst,
                         (part.double() - context.cut(right, 2)).abs().max().item(),
                     )
-        found.append(worst)
-    return found
+        largest.append(worst)
+    return largest
 
 
 @pytest.mark.parametrize(
@@ -279,7 +281,9 @@ def test_attention_matches_that_of_full_sequences(ranks: int) -> None:
     Head counts are odd, shared by fewer heads than ranks, or not divided by the ranks.
     """
     heads = [(12, 12), (12, 2), (12, 3), (12, 1)]
-    cases = [(form, *each, torch.float64, "torch") for form in FORMS for each in heads]
+    cases = [
+        (form, *counts, torch.float64, "torch") for form in FORMS for counts in heads
+    ]
     cases += [
         (form, 5, 5, torch.float64, attention)
         for form in (GATHERED, RING)
@@ -290,8 +294,10 @@ def test_attention_matches_that_of_full_sequences(ranks: int) -> None:
         for form in FORMS
         for dtype in (torch.bfloat16, torch.float16)
     ]
-    for case, found in zip(cases, run_ranks(ranks, differences, cases)[0], strict=True):
-        assert found < (1e-12 if case[3] is torch.float64 else 0.1), case
+    for case, difference in zip(
+        cases, run_ranks(ranks, differences, cases)[0], strict=True
+    ):
+        assert difference < (1e-12 if case[3] is torch.float64 else 0.1), case
 
 
 def generates_like_a_plain_model(form: ContextForm) -> bool:
@@ -312,13 +318,13 @@ def test_generation_needs_no_parts_of_sequences(form: ContextForm) -> None:
 
 def activation_bytes(configs: list[Config]) -> list[float]:
     """Peak of a step without parameters, gradients and optimizer states, in GiB, of each run."""
-    found = []
+    peaks = []
     for config in configs:
         trainer = Trainer(config)
         trainer.train()
-        found.append(trainer.history[-1].memory_rest_gib or 0.0)
+        peaks.append(trainer.history[-1].memory_rest_gib or 0.0)
         del trainer
-    return found
+    return peaks
 
 
 @pytest.mark.parametrize(
@@ -358,5 +364,5 @@ def test_ranks_hold_their_share_of_the_activations(ranks: int, seq_len: int) -> 
     # A CPU's attention repeats shared key heads before torch 2.9: 0.31 to 0.33 of four ranks with
     # gathered keys.
     most = 1.2 if TORCH >= (2, 9) else 1.4
-    for form, found in zip(FORMS, shared, strict=True):
-        assert 0.8 < ranks * found / alone < most, form.value
+    for form, nbytes in zip(FORMS, shared, strict=True):
+        assert 0.8 < ranks * nbytes / alone < most, form.value

@@ -1,5 +1,4 @@
-"""Options are declared with their effect on bits, where four ranks add gradients in the default
-mode."""
+"""Options are declared with their effect on bits: four ranks add gradients, default mode."""
 
 import dataclasses
 

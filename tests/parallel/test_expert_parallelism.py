@@ -228,17 +228,18 @@ def test_memory_switches_and_units_do_not_change_a_bit_of_split_experts(
     setting: str, alike: Pairs
 ) -> None:
     """Oracle: the same layout without them, in the deterministic mode."""
-    found, expected = alike[setting]
-    assert found == expected
+    result, expected = alike[setting]
+    assert result == expected
 
 
 def calls_of_a_step(config: Config) -> list[Call]:
-    found: list[Call] = []
+    calls: list[Call] = []
     trainer = Trainer(config)
-    trace = CollectiveTrace(1, trainer.strategy.model, {}, found.extend)
-    trainer.on_phase, trainer.around_step = trace.enter, trace.around
+    trace = CollectiveTrace(1, trainer.strategy.model, {}, calls.extend)
+    trainer.on_phase = trace.enter
+    trainer.around_step = trace.around
     trainer.train()
-    return found
+    return calls
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -248,7 +249,8 @@ def test_traced_exchanges_count_the_rows_that_leave_a_rank() -> None:
     model = MODELS["qwen3_moe"]
     config = split(2, 2, model=model, steps=1, grad_accum=1, batch_size=1, seq_len=16)
     by_rank = run_ranks(2, calls_of_a_step, config)
-    pairs, layers = 16 * 2, model.n_layers
+    pairs = 16 * 2
+    layers = model.n_layers
     for calls in by_rank:
         exchanges = [call for call in calls if call.collective == "all_to_all"]
         assert {call.site for call in exchanges} == {
@@ -272,9 +274,9 @@ def test_traced_exchanges_count_the_rows_that_leave_a_rank() -> None:
     one, other = (
         [call for call in calls if call.collective == "all_to_all"] for calls in by_rank
     )
-    for ours, theirs in zip(one, other, strict=True):
-        if ours.site == "expert_parallel.exchange":
+    for call, peer_call in zip(one, other, strict=True):
+        if call.site == "expert_parallel.exchange":
             assert (
-                ours.gets_bytes
-                == ours.gives_bytes - ours.sends_bytes + theirs.sends_bytes
+                call.gets_bytes
+                == call.gives_bytes - call.sends_bytes + peer_call.sends_bytes
             )

@@ -19,9 +19,9 @@ from fsdptoys.parallel import FSDP2Config, SingleConfig
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.utils.dtensor import local_bounds, local_tensor
 from tests.harness.folders import build, write
-from tests.harness.outcomes import hash_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.tiny import EXPERTS, TINY, make_config, with_sizes
+from tests.parallel.numeric_outcomes import initial_hashes
 
 MODEL = with_sizes(TINY["qwen3_moe"], **EXPERTS)
 
@@ -29,10 +29,6 @@ MODEL = with_sizes(TINY["qwen3_moe"], **EXPERTS)
 def config(world_size: int, ep_size: int, model: ModelConfig) -> Config:
     parallel = FSDP2Config() if world_size > 1 else SingleConfig()
     return make_config(parallel, world_size, ep_size=ep_size, model=model)
-
-
-def initial(config: Config) -> dict[str, str]:
-    return hash_parameters(Trainer(config))
 
 
 def read_own(config: Config) -> tuple[int, int, set[str], set[str]]:
@@ -59,7 +55,7 @@ def read_own(config: Config) -> tuple[int, int, set[str], set[str]]:
         for name, param in trainer.strategy.named_parameters()
         if ".experts." in name
     }
-    held = {
+    local_experts = {
         f"{n.split('.')[1]}.{e}"
         for n, p in stacks.items()
         for e in range(*local_bounds(p)[0])
@@ -69,7 +65,7 @@ def read_own(config: Config) -> tuple[int, int, set[str], set[str]]:
         sum(of_experts.values()),
         sum(local_tensor(p).numel() for p in stacks.values()),
         read_experts,
-        held,
+        local_experts,
     )
 
 
@@ -82,9 +78,8 @@ def test_a_rank_reads_only_its_own_experts_from_a_folder(tmp_path: Path) -> None
     split = config(4, 2, model)
     results = run_ranks(4, read_own, split)
     total = MODEL.n_layers * 4 * 3 * MODEL.dim * 24
-    for elements, held, experts_read, experts_held in results:
-        assert elements == held == total // 4
+    for elements, local_elements, experts_read, experts_held in results:
+        assert elements == local_elements == total // 4
         assert experts_read == experts_held and len(experts_held) == MODEL.n_layers * 2
-    assert (
-        run_ranks(4, initial, split)[0] == run_ranks(1, initial, config(1, 1, model))[0]
-    )
+    alone = run_ranks(1, initial_hashes, [config(1, 1, model)])[0]
+    assert run_ranks(4, initial_hashes, [split])[0] == alone

@@ -100,6 +100,6 @@ def test_idle_experts_neither_hang_nor_change_gradients(ranks: int) -> None:
         configs.append(make_config(FSDP2Config(), ranks, fsdp_size=2, **options))
     alone = [make_config(SingleConfig(simulated_ranks=ranks), 1, **options)]
     ((expected, _),) = run_ranks(1, train_with_idle_experts, alone)[0]
-    for found, (used, *idle) in run_ranks(ranks, train_with_idle_experts, configs)[0]:
-        assert found == expected
+    for result, (used, *idle) in run_ranks(ranks, train_with_idle_experts, configs)[0]:
+        assert result == expected
         assert used > 0 and idle == [0.0, 0.0]

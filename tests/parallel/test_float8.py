@@ -70,7 +70,8 @@ def config_of(
 
 
 FULL = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full)
-TENSORWISE, ROWWISE = Float8.tensorwise, Float8.rowwise
+TENSORWISE = Float8.tensorwise
+ROWWISE = Float8.rowwise
 SHORT = {
     "ddp rowwise",
     "fsdp2 checkpointing tensorwise",
@@ -102,8 +103,8 @@ trained = trained_rows(ROWS)
 def test_float8_matches_a_single_process_bitwise(row: str, trained: Pairs) -> None:
     """Oracle: one process over the same micro-batches in deterministic mode; scales are of the full
     weight."""
-    found, expected = trained[row]
-    assert found == expected
+    result, expected = trained[row]
+    assert result == expected
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_float8_matches_a_single_process_bitwise(row: str, trained: Pairs) -> No
 )
 def test_operands_are_rounded(kind: Float8) -> None:
     """Oracle: losses without float8, which differ by less than 5%."""
-    configs = [config_of(SingleConfig(), 1, each) for each in (kind, Float8.none)]
+    configs = [config_of(SingleConfig(), 1, float8) for float8 in (kind, Float8.none)]
     rounded, plain = run_ranks(1, train_all, configs)[0]
     assert rounded.losses != plain.losses
     assert rounded.losses == pytest.approx(plain.losses, rel=0.05)
@@ -124,7 +125,8 @@ def gathered(configs: list[Config]) -> list[int]:
         if hasattr(dist, "all_gather_single")
         else "all_gather_into_tensor"
     )
-    inner, found = getattr(dist, name), []
+    inner = getattr(dist, name)
+    totals = []
     for config in configs:
         sizes = []
 
@@ -136,8 +138,8 @@ def gathered(configs: list[Config]) -> list[int]:
 
         with mock.patch.object(dist, name, call):
             Trainer(config).train()
-        found.append(sum(sizes))
-    return found
+        totals.append(sum(sizes))
+    return totals
 
 
 def test_float8_all_gather_communicates_one_byte_per_element() -> None:
@@ -184,7 +186,8 @@ def train_in_sequence(configs: list[Config]) -> list[list[float]]:
             type(getattr(tensor, "_local_tensor", tensor))
             for tensor in tensors.values()
         } == {Tensor}
-        saved, facts = host_copy(tensors), trainer.state_dict()
+        saved = host_copy(tensors)
+        facts = trainer.state_dict()
         losses.append([step.loss for step in trainer.history])
     return losses
 
@@ -271,8 +274,8 @@ def test_compiled_blocks_support_float8() -> None:
         config_of(FSDP2Config(), 2, compile=compiles, **options)
         for compiles in (False, True)
     ]
-    (expected, found), graphs = run_ranks(2, train_on_graphs, configs)[0]
-    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    (expected, result), graphs = run_ranks(2, train_on_graphs, configs)[0]
+    assert result.losses == pytest.approx(expected.losses, rel=1e-5)
     assert graphs == 1
 
 

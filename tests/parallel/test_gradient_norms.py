@@ -75,7 +75,7 @@ def test_accelerators_take_norms_in_float32_outside_the_deterministic_mode(
 ) -> None:
     """Oracle: the dtype by hand, and the number of operators.
 
-    The meta device stands for an accelerator, whose gradients may be offloaded.
+    The meta device stands for an accelerator; its gradients may be offloaded.
     """
     context = types.SimpleNamespace(
         deterministic=deterministic,

@@ -30,8 +30,7 @@ def initialized(param: torch.Tensor, threads: int = 1) -> torch.Tensor:
 def shards_unlike_the_full_parameter(
     shapes: list[tuple[int, ...]], sizes: list[int]
 ) -> list[Any]:
-    """All combinations of shape, block size and placement whose shards are not slices of the full
-    parameter."""
+    """Shapes, block sizes and placements with shards that are not slices of the full parameter."""
     flat = init_device_mesh("cpu", (4,))
     grid = init_device_mesh("cpu", (2, 2))
     wrong: list[Any] = []
@@ -49,9 +48,9 @@ def shards_unlike_the_full_parameter(
             (grid, [Shard(0), Shard(1)]),
         ]:
             sharded = distribute_tensor(torch.zeros(shape), mesh, placements)
-            got = initialized(sharded, threads=3)
-            assert isinstance(got, DTensor)
-            if not torch.equal(got.full_tensor(), whole):
+            param = initialized(sharded, threads=3)
+            assert isinstance(param, DTensor)
+            if not torch.equal(param.full_tensor(), whole):
                 wrong.append((shape, block_elements, str(placements)))
     return wrong
 
@@ -59,7 +58,8 @@ def shards_unlike_the_full_parameter(
 def test_shards_are_slices_of_the_full_parameter_for_any_block_size() -> None:
     """Oracle: the parameter initialized in full; uneven shards, empty shards, blocks across shard
     borders."""
-    shapes, sizes = [(23, 5), (5, 8, 12), (3, 7, 4)], [1, 5, 12, 40, 2**22]
+    shapes = [(23, 5), (5, 8, 12), (3, 7, 4)]
+    sizes = [1, 5, 12, 40, 2**22]
     assert run_ranks(4, shards_unlike_the_full_parameter, shapes, sizes) == [[]] * 4
 
 
@@ -69,7 +69,7 @@ def test_threads_draw_the_values_of_one_thread(
 ) -> None:
     """Oracle: each block drawn by itself from its seed."""
     monkeypatch.setattr(initialize, "BLOCK_ELEMENTS", 5 * 17)
-    got = initialized(torch.nn.Parameter(torch.empty(33, 17, dtype=dtype)), threads=4)
+    param = initialized(torch.nn.Parameter(torch.empty(33, 17, dtype=dtype)), threads=4)
     blocks = []
     for block, rows in enumerate([5, 5, 5, 5, 5, 5, 3]):
         drawn = torch.empty(rows, 17)
@@ -77,7 +77,7 @@ def test_threads_draw_the_values_of_one_thread(
             "weight", drawn, torch.Generator().manual_seed(seed_of(3, "weight", block))
         )
         blocks.append(drawn)
-    assert torch.equal(got, torch.cat(blocks).to(dtype))
+    assert torch.equal(param, torch.cat(blocks).to(dtype))
 
 
 def test_an_error_in_a_thread_is_raised() -> None:

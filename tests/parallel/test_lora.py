@@ -77,22 +77,24 @@ class Tuned:
 
 def train_all(configs: list[Config]) -> list[Tuned]:
     results = []
-    for each in configs:
-        trainer = Trainer(each)
-        held = trainer.strategy.held_parameters()
-        sizes = [local_tensor(param).nbytes for name, param in held if is_packed(name)]
+    for run_config in configs:
+        trainer = Trainer(run_config)
+        params = trainer.strategy.held_parameters()
+        sizes = [
+            local_tensor(param).nbytes for name, param in params if is_packed(name)
+        ]
         trainer.train()
         names = [
             key.split(".", 1)[1]
             for key in trainer.strategy.state_tensors(trainer.optimizer)
         ]
         adapters = sum(map(is_adapter, names))
-        found = outcome(trainer)
+        result = outcome(trainer)
         packed = {
-            name: value for name, value in found.parameters.items() if is_packed(name)
+            name: value for name, value in result.parameters.items() if is_packed(name)
         }
         results.append(
-            Tuned(found, adapters, len(names) - adapters, packed, sum(sizes))
+            Tuned(result, adapters, len(names) - adapters, packed, sum(sizes))
         )
     return results
 
@@ -128,7 +130,8 @@ LAYOUTS: dict[str, tuple[ParallelConfig, dict[str, Any]]] = {
     "cp": (FSDP2Config(), {"cp_size": 2}),
     "ep": (FSDP2Config(), {"ep_size": 2}),
 }
-BF16, F32 = DType.bfloat16, DType.float32
+BF16 = DType.bfloat16
+F32 = DType.float32
 
 
 def row(
@@ -176,8 +179,9 @@ def test_every_strategy_trains_adapters_as_one_process(name: str, close: Pairs) 
     Under FSDP2 a rank holds half of those: 4.5 bits a weight over two ranks. Checkpoints hold
     adapters alone.
     """
-    found, expected = close[name]
-    loss, norm = (2e-6, 2e-5)
+    result, expected = close[name]
+    loss = 2e-6
+    norm = 2e-5
     if name in NF4_ROWS:
         loss, norm = (
             (2e-5, 1e-4) if CLOSE[name].parallel.param_dtype is F32 else (2e-2, 1e-1)
@@ -185,14 +189,14 @@ def test_every_strategy_trains_adapters_as_one_process(name: str, close: Pairs) 
         layers = LLAMA.build().layers.named_parameters()
         weights = sum(param.numel() for key, param in layers if "_proj.weight" in key)
         ranks = 2 if "fsdp2" in name else 1
-        assert found.packed_bytes * 8 == weights * 4.5 / ranks
-    assert found.outcome.losses == pytest.approx(expected.outcome.losses, rel=loss)
-    assert found.outcome.grad_norms == pytest.approx(
+        assert result.packed_bytes * 8 == weights * 4.5 / ranks
+    assert result.outcome.losses == pytest.approx(expected.outcome.losses, rel=loss)
+    assert result.outcome.grad_norms == pytest.approx(
         expected.outcome.grad_norms, rel=norm
     )
-    assert found.packed == expected.packed
-    assert found.adapters == expected.adapters > 0
-    assert found.others == expected.others == 0
+    assert result.packed == expected.packed
+    assert result.adapters == expected.adapters > 0
+    assert result.others == expected.others == 0
 
 
 @pytest.mark.skipif(
@@ -203,17 +207,18 @@ def test_adapters_have_the_bits_of_one_process_under_every_layout(
     row: str, exact: Pairs
 ) -> None:
     """Oracle: one process, in the layout mode."""
-    found, expected = exact[row]
-    assert found.outcome == expected.outcome
+    result, expected = exact[row]
+    assert result.outcome == expected.outcome
 
 
 def compare_with_plain(configs: list[Config]) -> list[list[Outcome]]:
     """Losses and norms of each run, and of one with plain weights of the values that its quantized
     ones stand for."""
-    codebook, results = Codebook(), []
-    codebook.materialize(torch.device("cpu"))
-    for each in configs:
-        trainer = Trainer(each)
+    codebook = Codebook()
+    results = []
+    codebook.put(torch.device("cpu"))
+    for run_config in configs:
+        trainer = Trainer(run_config)
         values: dict[str, Tensor] = {}
         for name, param in trainer.strategy.full_parameters():
             if is_packed(name):
@@ -226,7 +231,7 @@ def compare_with_plain(configs: list[Config]) -> list[list[Outcome]]:
         def fill(param: Tensor, name: str, values: dict[str, Tensor] = values) -> None:
             param.data.copy_(values[name])
 
-        plain = Trainer(dataclasses.replace(each, tune=LORA), param_init=fill)
+        plain = Trainer(dataclasses.replace(run_config, tune=LORA), param_init=fill)
         runs = []
         for run in (trainer, plain):
             run.train()
@@ -246,8 +251,8 @@ def test_a_run_computes_with_the_values_of_its_packed_weights() -> None:
         config(bfloat16, 1, **QUANTIZED),
         config(bfloat16, 1, memory=CHECKPOINTED, **QUANTIZED),
     ]
-    for found, expected in run_ranks(1, compare_with_plain, runs)[0]:
-        assert found == expected
+    for result, expected in run_ranks(1, compare_with_plain, runs)[0]:
+        assert result == expected
 
 
 def read_adapters(configs: list[Config]) -> list[dict[str, bytes]]:
@@ -255,10 +260,10 @@ def read_adapters(configs: list[Config]) -> list[dict[str, bytes]]:
     return [
         {
             name: param.numpy().tobytes()
-            for name, param in Trainer(each).strategy.full_parameters()
+            for name, param in Trainer(run_config).strategy.full_parameters()
             if is_adapter(name)
         }
-        for each in configs
+        for run_config in configs
     ]
 
 
@@ -277,7 +282,7 @@ def test_runs_start_from_the_adapters_of_a_folder(tmp_path: Path) -> None:
     lora = LoRAConfig(rank=4, adapter=str(tmp_path / "adapter"))
     kinds = [STRATEGIES[name]() for name in NAMES]
     runs = [config(kind, 2, tune=lora) for kind in kinds]
-    for kind, found in zip(kinds, run_ranks(2, read_adapters, runs)[0], strict=True):
-        assert found == {
+    for kind, values in zip(kinds, run_ranks(2, read_adapters, runs)[0], strict=True):
+        assert values == {
             name: param.numpy().tobytes() for name, param in adapters.items()
         }, kind

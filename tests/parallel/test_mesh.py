@@ -19,7 +19,7 @@ TIMEOUT = timedelta(seconds=77)
 def layouts(sizes: list[int]) -> list[Layout]:
     """Return names, sizes, ranks and timeouts of axes; an axis of all ranks has the default
     group's."""
-    found: list[Layout] = []
+    rows: list[Layout] = []
     for size in sizes:
         axes = MeshConfig(size).axes(4, shards=True)
         mesh = dense_mesh(axes, Device("cpu"), TIMEOUT)
@@ -28,16 +28,16 @@ def layouts(sizes: list[int]) -> list[Layout]:
             group._get_backend(torch.device("cpu")).options._timeout for group in groups
         ]
         ranks = mesh.mesh.flatten().tolist()
-        found.append((mesh.mesh_dim_names, tuple(mesh.shape), ranks, timeouts))
+        rows.append((mesh.mesh_dim_names, tuple(mesh.shape), ranks, timeouts))
     dist.barrier()  # a rank that ended would break connections that others are still making
-    return found
+    return rows
 
 
 def test_mesh_has_a_second_axis_only_with_replicas_and_the_run_timeout() -> None:
     """Oracle: shapes by hand; neighbors share a copy; PyTorch's own groups would wait for half an
     hour."""
-    for found in run_ranks(4, layouts, [-1, 4, 2, 1]):
-        assert found == [
+    for rows in run_ranks(4, layouts, [-1, 4, 2, 1]):
+        assert rows == [
             (("shard",), (4,), [0, 1, 2, 3], []),
             (("shard",), (4,), [0, 1, 2, 3], []),
             (("replicate", "shard"), (2, 2), [0, 1, 2, 3], [TIMEOUT] * 2),

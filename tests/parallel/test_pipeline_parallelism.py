@@ -26,9 +26,9 @@ from tests.parallel.numeric_outcomes import SGD, assert_close, train_all
 from tests.parallel.split_models import STAGES, needs_sums
 
 TRIED = [
-    each
-    for each in PipelineSchedule
-    if TORCH >= ZERO_BUBBLE_SINCE or each is not PipelineSchedule.zero_bubble
+    schedule
+    for schedule in PipelineSchedule
+    if TORCH >= ZERO_BUBBLE_SINCE or schedule is not PipelineSchedule.zero_bubble
 ]
 
 
@@ -65,8 +65,10 @@ def test_every_schedule_trains_as_one_process(row: str, trained: Pairs) -> None:
 
     In 16 bits, parameters of a schedule that adds up gradients in them would be further away.
     """
-    found, expected = (dataclasses.replace(result, grads={}) for result in trained[row])
-    assert_close(found, expected)
+    actual, expected = (
+        dataclasses.replace(result, grads={}) for result in trained[row]
+    )
+    assert_close(actual, expected)
 
 
 def spoil_last_stage(config: Config) -> list[bool]:
@@ -110,14 +112,14 @@ def test_older_versions_of_torch_have_fewer_schedules(
     """Oracle: the sentences; gpipe passes."""
     options: dict[str, Any] = {"pp_size": 2, "deterministic": False}
     monkeypatch.setattr("fsdptoys.config.rules.pipeline.TORCH", (2, 11))
-    found = refusal(pipeline("zero_bubble"), 4, **options)
+    message = refusal(pipeline("zero_bubble"), 4, **options)
     assert re.match(
         r"parallel\.schedule=zero_bubble needs torch 2\.13 .*; set .*=interleaved",
-        found,
+        message,
     )
     monkeypatch.setattr("fsdptoys.config.rules.pipeline.TORCH", (2, 10))
-    found = refusal(pipeline("1f1b"), 4, **options)
+    message = refusal(pipeline("1f1b"), 4, **options)
     assert re.match(
-        r"parallel\.schedule=1f1b needs torch 2\.11 .*; set parallel\.sch", found
+        r"parallel\.schedule=1f1b needs torch 2\.11 .*; set parallel\.sch", message
     )
     make_config(pipeline("gpipe"), 4, **options)

@@ -36,18 +36,23 @@ LAYOUTS: dict[str, tuple[type[FSDPConfig], int, dict[str, Any]]] = {
 
 
 def config(
-    name: str, each: bool, dtype: DType = DType.float32, **options: Any
+    name: str,
+    reduce_each_microbatch: bool,
+    dtype: DType = DType.float32,
+    **options: Any,
 ) -> Config:
     """Return a run of four micro-batches a step."""
     kind, ranks, layout = LAYOUTS[name]
     settings = {"grad_accum": 4, "batch_size": 1, "steps": 2, **layout, **options}
     return make_config(
-        kind(reduce_each_microbatch=each, param_dtype=dtype), ranks, **settings
+        kind(reduce_each_microbatch=reduce_each_microbatch, param_dtype=dtype),
+        ranks,
+        **settings,
     )
 
 
 def both(name: str, **options: Any) -> list[Config]:
-    return [config(name, each, **options) for each in (False, True)]
+    return [config(name, reduces_often, **options) for reduces_often in (False, True)]
 
 
 @pytest.mark.parametrize(
@@ -87,12 +92,12 @@ LARGE_MODELS = {
 def peaks(configs: list[Config]) -> list[tuple[float, int]]:
     """On rank 0, the highest bytes of each run's second step, and the bytes of a whole copy of the
     gradients."""
-    found = []
+    rows = []
     for one in configs:
         trainer = Trainer(one)
         trainer.train()
         peak = trainer.history[-1].memory_peak_gib
-        found.append(
+        rows.append(
             (
                 (peak or 0.0) * GIB,
                 4
@@ -100,7 +105,7 @@ def peaks(configs: list[Config]) -> list[tuple[float, int]]:
                 // one.mesh.tp_size,
             )
         )
-    return found
+    return rows
 
 
 @pytest.mark.parametrize(
@@ -108,8 +113,8 @@ def peaks(configs: list[Config]) -> list[tuple[float, int]]:
     [
         "fsdp2",
         *(
-            pytest.param(each, marks=extended)
-            for each in ("fsdp1", "hsdp2", "ep", "tp")
+            pytest.param(layout, marks=extended)
+            for layout in ("fsdp1", "hsdp2", "ep", "tp")
         ),
     ],
 )

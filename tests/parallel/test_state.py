@@ -54,7 +54,8 @@ from tests.harness.tiny import (
     with_sizes,
 )
 
-MIDDLE, STEPS = 2, 4
+MIDDLE = 2
+STEPS = 4
 
 FLAT = FSDP1Config(use_orig_params=False)
 STRATEGIES: dict[str, tuple[ParallelConfig, dict[str, int]]] = {
@@ -94,9 +95,9 @@ class Saved:
     end_tensors: dict[str, numpy.ndarray]
 
 
-def in_full(made: Trainer) -> dict[str, numpy.ndarray]:
+def in_full(run: Trainer) -> dict[str, numpy.ndarray]:
     """The state in full, on rank 0, by way of reused copies on the host."""
-    tensors = made.strategy.state_tensors(made.optimizer)
+    tensors = run.strategy.state_tensors(run.optimizer)
     copies = host_copy(tensors)
     addresses = {name: local_tensor(copy).data_ptr() for name, copy in copies.items()}
     copies = host_copy(tensors, into=copies)
@@ -105,24 +106,24 @@ def in_full(made: Trainer) -> dict[str, numpy.ndarray]:
     }
     # NumPy has no bfloat16, which is exact in float32.
     exact = {torch.bfloat16: torch.float32}
-    named = {
+    arrays = {
         name: whole.to(exact.get(whole.dtype, whole.dtype)).numpy().copy()
         for name, whole in full_tensors(copies)
         if whole is not None
     }
-    assert bool(named) == (dist.get_rank() == 0)
-    return named
+    assert bool(arrays) == (dist.get_rank() == 0)
+    return arrays
 
 
 def run_saved(configs: list[Config]) -> list[Saved]:
     """Runs with a copy of their state in the middle."""
     saved = []
-    for each in configs:
-        made = build_trainer(each, None)
-        take_steps(made, 1, MIDDLE)
-        middle = in_full(made), made.data.batches.state_dict()
-        take_steps(made, MIDDLE + 1, each.train.steps)
-        saved.append(Saved(*middle, outcome(made), in_full(made)))
+    for config in configs:
+        run = trainer(config, None)
+        take_steps(run, 1, MIDDLE)
+        middle = in_full(run), run.data.batches.state_dict()
+        take_steps(run, MIDDLE + 1, config.train.steps)
+        saved.append(Saved(*middle, outcome(run), in_full(run)))
     return saved
 
 
@@ -141,22 +142,22 @@ def filler(saved: dict[str, numpy.ndarray]) -> Callable[[dict[str, Tensor]], Non
 
 
 def differing(
-    got: dict[str, numpy.ndarray], expected: dict[str, numpy.ndarray]
+    state: dict[str, numpy.ndarray], expected: dict[str, numpy.ndarray]
 ) -> list[str]:
     """Names under which two states differ in a bit."""
     names = {
         name
-        for name in got.keys() & expected.keys()
-        if got[name].tobytes() != expected[name].tobytes()
+        for name in state.keys() & expected.keys()
+        if state[name].tobytes() != expected[name].tobytes()
     }
-    return sorted(names | got.keys() ^ expected.keys())
+    return sorted(names | state.keys() ^ expected.keys())
 
 
-def forward_only(made: Trainer) -> None:
+def forward_only(run: Trainer) -> None:
     """As an evaluation: FSDP2 leaves units gathered that only a backward would free."""
     tokens_BT = torch.arange(16).view(2, 8)
     with torch.no_grad():
-        made.strategy.model(tokens_BT, tokens_BT, made.scale.loss_fn)
+        run.strategy.model(tokens_BT, tokens_BT, run.scale.loss_fn)
 
 
 @dataclass

@@ -19,7 +19,6 @@ from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.parallel.pipeline import PipelineSchedule
 from fsdptoys.train.trainer import Trainer
 from tests.harness.folders import build, write
-from tests.harness.outcomes import hash_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.run_tables import Pairs, Row, levels, trained_rows
 from tests.harness.tiny import (
@@ -31,7 +30,13 @@ from tests.harness.tiny import (
     tiny_model,
     with_sizes,
 )
-from tests.parallel.numeric_outcomes import SGD, Outcome, assert_close, train_all
+from tests.parallel.numeric_outcomes import (
+    SGD,
+    Outcome,
+    assert_close,
+    initial_hashes,
+    train_all,
+)
 from tests.parallel.split_models import FEATURES, SELECTIVE, SMOOTH, STAGES, needs_sums
 
 MODELS: dict[str, Any] = {
@@ -91,9 +96,9 @@ SHORT = {"tied", "biases and positions", "exchanged heads", "states on the host"
 
 def without_zeros(outcome: Outcome) -> Outcome:
     """Without the biases of keys, which no loss depends on: their gradients are rounding."""
-    for named in (outcome.grads, outcome.parameters):
-        for name in [name for name in named if name.endswith("k_proj.bias")]:
-            del named[name]
+    for tensors in (outcome.grads, outcome.parameters):
+        for name in [name for name in tensors if name.endswith("k_proj.bias")]:
+            del tensors[name]
     return outcome
 
 
@@ -108,10 +113,6 @@ def test_split_features_train_as_one_process(row: str, trained: Pairs) -> None:
     assert_close(*map(without_zeros, trained[row]))
 
 
-def initial(configs: list[Config]) -> list[dict[str, str]]:
-    return [hash_parameters(Trainer(config)) for config in configs]
-
-
 def generated(config: Config) -> list[int]:
     trainer = Trainer(config)
     prompt_T = torch.tensor([3, 1, 4, 1, 5])
@@ -124,7 +125,9 @@ SPLITS: dict[str, tuple[Any, FSDP2Config, int, dict[str, int]]] = {
     "gpt2": (MODELS["gpt2"], FSDP2Config(), 2, {"tp_size": 2}),
     "llama4": (MODELS["llama4"], FSDP2Config(), 4, {"tp_size": 2}),
     "stages": (
-        *(STAGES["llama4"], FSDP2Config(schedule=PipelineSchedule.interleaved), 4),
+        STAGES["llama4"],
+        FSDP2Config(schedule=PipelineSchedule.interleaved),
+        4,
         {"tp_size": 2, "pp_size": 2},
     ),
 }
@@ -142,11 +145,18 @@ def test_split_models_begin_with_the_values_of_one_process(
     write(tmp_path / "folder", build(model))
     models = [model, dataclasses.replace(model, init_from=str(tmp_path / "folder"))]
     options: dict[str, Any] = {"steps": 1, "deterministic": False}
-    alone = [make_config(SingleConfig(), 1, model=each, **options) for each in models]
-    shared = [
-        make_config(parallel, ranks, model=each, **mesh, **options) for each in models
+    alone = [
+        make_config(SingleConfig(), 1, model=model_config, **options)
+        for model_config in models
     ]
-    assert run_ranks(ranks, initial, shared)[0] == run_ranks(1, initial, alone)[0]
+    shared = [
+        make_config(parallel, ranks, model=model_config, **mesh, **options)
+        for model_config in models
+    ]
+    assert (
+        run_ranks(ranks, initial_hashes, shared)[0]
+        == run_ranks(1, initial_hashes, alone)[0]
+    )
     assert (
         run_ranks(ranks, generated, shared[1])
         == run_ranks(1, generated, alone[1]) * ranks

@@ -51,8 +51,7 @@ Counterparts = tuple[ParallelConfig, ParallelConfig, dict[str, Any]]
 
 
 def pairs_on(ranks: int) -> dict[str, Counterparts]:
-    """Return the pairs whose sums have the same order; over four ranks that of small buckets
-    differs."""
+    """Return pairs that add in the same order; over four ranks that of small buckets differs."""
     half = {"param_dtype": DType.bfloat16}
     tied = {**SMALL, "tie_embeddings": True}
     evaluated = {"memory": CHECKPOINTED, "eval_every": 2, "eval_batches": 1}
@@ -198,12 +197,12 @@ PREDICTED = {
 }
 
 
-@pytest.mark.parametrize("words", PREDICTED)
-def test_planner_refuses_toys(words: str) -> None:
+@pytest.mark.parametrize("command", PREDICTED)
+def test_planner_refuses_toys(command: str) -> None:
     """Oracle: the expected message; a prediction of the wrong strategy would be worse than none."""
     sentence = (
         r"^parallel=toy_\w+ cannot be predicted; set "
-        f"parallel={PREDICTED[words]}, which is closest"
+        f"parallel={PREDICTED[command]}, which is closest"
     )
     with pytest.raises(ConfigError, match=sentence):
-        plan_command([*words.split(), "plan.hardware=h100"])
+        plan_command([*command.split(), "plan.hardware=h100"])

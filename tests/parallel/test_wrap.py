@@ -30,7 +30,7 @@ CLASSES = [
 SIZES = [1.0, 40.0, 361.0, 1800, 2411.0, 5000.0, 1e5]
 
 
-def built(name: str, device: str = "meta") -> DecoderModel:
+def build_model(name: str, device: str = "meta") -> DecoderModel:
     config = dataclasses.replace(FAMILIES[name], tie_embeddings=False)
     with torch.device(device):
         model: DecoderModel = config.build()
@@ -43,10 +43,12 @@ def names_of(config: FSDPConfig, model: DecoderModel) -> list[str]:
 
 def pytorchs_units(name: str, policies: list[Any]) -> list[set[str]]:
     """Names of the units that FullyShardedDataParallel makes with each policy, without the root."""
-    made = []
+    units = []
     for policy in policies:
         model = FullyShardedDataParallel(
-            built(name, "cpu"), auto_wrap_policy=policy, device_id=torch.device("cpu")
+            build_model(name, "cpu"),
+            auto_wrap_policy=policy,
+            device_id=torch.device("cpu"),
         )
         names = [
             unit.replace("_fsdp_wrapped_module.", "")
@@ -55,8 +57,8 @@ def pytorchs_units(name: str, policies: list[Any]) -> list[set[str]]:
             for unit, module in model.named_modules()
             if isinstance(module, FullyShardedDataParallel)
         ]
-        made.append({unit for unit in names if unit})
-    return made
+        units.append({unit for unit in names if unit})
+    return units
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -64,20 +66,25 @@ def pytorchs_units(name: str, policies: list[Any]) -> list[set[str]]:
 def test_policies_choose_the_units_of_pytorchs(name: str) -> None:
     """Oracle: FullyShardedDataParallel with ``size_based_auto_wrap_policy`` and
     ``ModuleWrapPolicy``."""
-    model = built(name)
+    model = build_model(name)
     kinds = {
         kind.__name__: kind
         for module in model.modules()
         for kind in type(module).__mro__
     }
     classes = [
-        names for each in CLASSES if (names := [name for name in each if name in kinds])
+        names
+        for classes in CLASSES
+        if (names := [name for name in classes if name in kinds])
     ]
     policies: list[Any] = [
         functools.partial(size_based_auto_wrap_policy, min_num_params=size)
         for size in SIZES
     ]
-    policies += [ModuleWrapPolicy({kinds[each] for each in names}) for names in classes]
+    policies += [
+        ModuleWrapPolicy({kinds[class_name] for class_name in names})
+        for names in classes
+    ]
     configs = [FSDP2Config(min_params=size) for size in SIZES] + [
         FSDP2Config(wrap_classes=names) for names in classes
     ]
@@ -152,8 +159,8 @@ def test_units_of_a_users_model_are_modules_whose_forward_runs_in_its_order() ->
 def test_search_keeps_units_chosen_by_class_or_by_size(word: str) -> None:
     """Oracle: the typed units; every neighbor of a combination validates, and composes from its
     words."""
-    words = ["model=llama3_1b", "parallel=fsdp2", word]
-    base = compose_config(words)
+    overrides = ["model=llama3_1b", "parallel=fsdp2", word]
+    base = compose_config(overrides)
     combinations = Combinations(
         base, {"parallel", word.partition("=")[0]}, EVERYTHING, 8, 8
     )
@@ -165,7 +172,7 @@ def test_search_keeps_units_chosen_by_class_or_by_size(word: str) -> None:
         model = base.model.build()
     for config in configs:
         assert (
-            compose_config([*words, *overrides_between(base, config)]).parallel
+            compose_config([*overrides, *overrides_between(base, config)]).parallel
             == config.parallel
         )
         validate_switches(config, 8, "cuda")

@@ -63,8 +63,7 @@ def test_patch_stays_until_its_last_holder_undoes_it(order: tuple[int, ...]) -> 
 
 @pytest.mark.usefixtures("torch_2_7")
 def test_failed_patch_undoes_all_patches() -> None:
-    """Oracle: the identity of PyTorch's attributes, where the second patch of the strategy finds
-    its target gone."""
+    """Oracle: the identity of PyTorch's attributes; the second patch finds its target gone."""
     before = targets()
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(FSDPParamGroup, "post_forward")
@@ -196,10 +195,10 @@ def test_invalid_and_ineffective_patch_names_are_refused(
     """Oracle: written by hand; the check and the application raise the same message."""
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     before = targets()
-    shown = f"[{names[-1]}]" if isinstance(names, list) else names
+    patch = f"[{names[-1]}]" if isinstance(names, list) else names
     with pytest.raises(ValueError) as refusal:
         call(names, "fsdp2")
-    assert str(refusal.value) == f"patches={shown} {sentence}"
+    assert str(refusal.value) == f"patches={patch} {sentence}"
     assert targets() == before
 
 

@@ -43,7 +43,8 @@ def record_streams() -> set[Any]:
         used.add(stream)
         return run_on(stream)
 
-    torch.cpu.Stream, torch.cpu.stream = Stream, stream
+    torch.cpu.Stream = Stream
+    torch.cpu.stream = stream
     torch.cpu.current_stream().priority = 0
     return used
 
@@ -125,7 +126,7 @@ def test_two_roots_share_streams_with_bitwise_equal_gradients(
 def report_outcomes(strategy: str) -> list[str]:
     """Outcomes for one root, for two roots in an unsharded container, and for one root after
     another one has run."""
-    streams._kept.clear()  # of earlier tests
+    streams._shared_streams.clear()  # of earlier tests
     name = f"{strategy}_stream_reuse"
     with apply_patches([name], strategy) as patches:
         root, other = (make_root(strategy, seed) for seed in (1, 2))
@@ -172,13 +173,15 @@ def number_streams() -> list[list[int]]:
 def test_plain_and_hybrid_roots_share_only_the_default_stream() -> None:
     """Oracle: written by hand: unshard, post-backward, pre-unshard, all-reduce, default; hybrid
     ones of priority -1."""
-    plain, hybrid = [0, 1, 2, 3, 3], [4, 5, 6, 7, 3]
+    plain = [0, 1, 2, 3, 3]
+    hybrid = [4, 5, 6, 7, 3]
     assert run_ranks(4, number_streams) == [[plain, hybrid, hybrid, plain]] * 4
 
 
 def run_in_turn() -> tuple[bool, bool]:
     """Return whether two patched runs share streams, and whether an unpatched run does."""
-    original, streams = FSDPCommContext.lazy_init, []
+    original = FSDPCommContext.lazy_init
+    streams = []
     for names in (["fsdp2_stream_reuse"], [], ["fsdp2_stream_reuse"]):
         with apply_patches(names, "fsdp2"):
             root = make_root("fsdp2")
@@ -195,7 +198,8 @@ def test_later_patched_runs_of_a_process_share_its_streams() -> None:
 
 
 def interleave_with_share_comm_ctx() -> None:
-    first, second = make_root("fsdp2", 1), make_root("fsdp2", 2)
+    first = make_root("fsdp2", 1)
+    second = make_root("fsdp2", 2)
     torch.distributed.fsdp.share_comm_ctx([first, second])
     losses = [root(torch.randn(4, WIDTH)).square().sum() for root in (first, second)]
     with pytest.raises(IndexError, match="list index out of range"):
@@ -315,10 +319,8 @@ def test_recomputation_keeps_the_prefetch_order_if_patched_or_fixed_upstream(
     """
     lacks_fix = without_fix or PREFETCH.reason_against(torch.__version__) is None
     expected = DISTURBED if lacks_fix and not patched else IN_ORDER
-    changed, stock = (
-        run_ranks(2, backward_gathers, without_fix, patched),
-        run_ranks(2, backward_gathers, False, False),
-    )
+    changed = run_ranks(2, backward_gathers, without_fix, patched)
+    stock = run_ranks(2, backward_gathers, False, False)
     for rank in range(2):
         gathered, grads = changed[rank]
         assert gathered == expected
