@@ -28,17 +28,9 @@ EXCEPTIONS = {
         "close",
     ): "torch's workers, which tell nobody that they close",
     (
-        "fsdptoys/plan/estimate/skeleton.py",
-        "forward",
-    ): "stand-ins of segments, in traces only",
-    (
-        "fsdptoys/plan/estimate/skeleton.py",
-        "setattr",
-    ): "stand-ins of segments, in traces only",
-    (
-        "fsdptoys/plan/estimate/unit_traces.py",
-        "forward",
-    ): "marks around a copy's parts, in traces only",
+        "fsdptoys/sweep/slurm_submit.py",
+        "update",
+    ): "submitit's watcher, which would poll sacct",
 }
 """File and name of the method, or ``setattr`` → reason."""
 

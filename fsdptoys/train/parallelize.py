@@ -85,8 +85,6 @@ def parallelize(
         model = config.model.build()
     param_init = param_init or InitialValues(model, config, world.cpu_threads).fill
     samples = tune_model(model, config)
-    if stand_ins:
-        stand_ins.replace(model)
     flops_per_token = model.flops_per_token(train.seq_len)
     shapes = {name: param.shape for name, param in model.named_parameters()}
     put_kernels(model, config.kernels)
@@ -104,6 +102,8 @@ def parallelize(
         use_exact_ops(
             model, train.grain_tokens, config.parallel.param_dtype.torch, train.slices
         )
+    if stand_ins:
+        stand_ins.replace(model)
 
     # 2. Blocks: recomputed in the backward, then compiled.
     run_blocks(model, config, device)

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware
 from fsdptoys.memory import GradientCheckpointing
 from fsdptoys.models import DecoderModel
+from fsdptoys.models.layers import RunnableBlock
 from fsdptoys.models.stages import Stage
 from fsdptoys.parallel import DDPConfig, gradient_norms
 from fsdptoys.parallel.config import ReducingConfig
@@ -126,13 +127,12 @@ class _Segments:
 
     def replace(self, model: DecoderModel) -> None:
         """Replace the forwards of embedding, blocks and head."""
-        layouts = self._layouts
-        self._stand_in(0, model).replace(model, "embed")
-        for number, block in enumerate(model.layers, start=1):
-            self._stand_in(number, block).replace(block, "execute")
-        head = self._stand_in(len(layouts) - 1, model)
-        for name in layouts[-1].stages:
-            head.replace(model.get_submodule(name), "forward", name)
+        embedding = self._stand_in(0, model)
+        _change_class(model, _EmptyModel, embedding.run_segment)
+        blocks = cast(Sequence[RunnableBlock], model.layers)
+        for number, block in enumerate(blocks, start=1):
+            block.execute = self._stand_in(number, block).run_segment
+        self._stand_in(len(self._layouts) - 1, model)
 
     def prepare(self, pipeline: Pipeline) -> None:
         """Give every stage equally many layers and the same hidden states."""
@@ -162,6 +162,33 @@ def innermost(name: str, parts: Any) -> str:
     )
 
 
+class _EmptyModule(nn.Module):
+    """A module of the model that keeps its parameters and hooks, and computes nothing."""
+
+    stand_in: Callable[[Tensor], Tensor]
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        return self.stand_in(hidden)
+
+
+class _EmptyModel(nn.Module):
+    """A model that embeds nothing."""
+
+    stand_in: Callable[[Tensor], Tensor]
+
+    def embed(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
+        return self.stand_in(tokens_BT)
+
+
+def _change_class(
+    module: nn.Module, kind: type[nn.Module], stand_in: Callable[[Tensor], Tensor]
+) -> None:
+    """Derive the class of a module from its own, as ``fully_shard`` does: strategies ask for it."""
+    changed: Any = module
+    changed.__class__ = type(type(module).__name__, (kind, type(module)), {})
+    changed.stand_in = stand_in
+
+
 class _StandIn:
     """The forward of a segment; a module's stages are run from its forward."""
 
@@ -189,19 +216,24 @@ class _StandIn:
             owner, _, leaf = name.rpartition(".")
             self.owners[owner] = root.get_submodule(owner)
             self.own.setdefault(owner, []).append((name, leaf, is_view))
+        self.replace_modules()
 
-    def replace(self, module: nn.Module, attribute: str, stage: str = "") -> None:
-        """Replace an attribute of the module that contains the stages, and the forwards of those
-        inside."""
-        setattr(module, attribute, functools.partial(self.run, stage))
-        parts = set(self.layout.stages)
-        for part in parts - {stage} if not stage else ():
-            self.root.get_submodule(part).forward = functools.partial(self.run, part)
-        for owner, owning in self.owners.items():
-            if owner not in parts and (not stage or owner.startswith(f"{stage}.")):
-                owning.forward = functools.partial(self.take, owner)
+    def replace_modules(self) -> None:
+        """Replace the forwards of the modules inside of the one that contains the stages."""
+        parts = set(self.layout.stages) - {""}
+        for part in parts:
+            run = functools.partial(self.run, part)
+            _change_class(self.root.get_submodule(part), _EmptyModule, run)
+        for owner, module in self.owners.items():
+            if owner not in self.layout.stages:
+                take = functools.partial(self.take, owner)
+                _change_class(module, _EmptyModule, take)
 
-    def run(self, part: str, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+    def run_segment(self, hidden: Tensor, *_: Any) -> Tensor:
+        """Run the stages, from the forward of the module that contains them."""
+        return self.run("", hidden)
+
+    def run(self, part: str, hidden: Tensor) -> Tensor:
         """Run the stages within a module from the next one on."""
         stages = self.layout.stages
         if part == stages[0]:
@@ -253,7 +285,7 @@ class _StandIn:
         )
         return left
 
-    def take(self, owner: str, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+    def take(self, owner: str, hidden: Tensor) -> Tensor:
         """Use a module's parameters."""
         for name, leaf, is_view in self.own[owner]:
             param = getattr(self.owners[owner], leaf)

@@ -166,7 +166,7 @@ def _block(
     recorder = OpRecorder("meta", common.attention)
     for part in parts:
         outside = innermost(part.rpartition(".")[0], parts)
-        _cut_part(block.get_submodule(part), part, outside, recorder)
+        _mark_part(block.get_submodule(part), part, outside, recorder)
     block.execute = functools.partial(_begun, block.compute, recorder)
     if mode is not GradientCheckpointing.none:
         checkpoint_blocks([block], mode, save=save)
@@ -196,22 +196,25 @@ def _run_block(block: nn.Module, rotations: Any, hidden_BTD: Tensor) -> Any:
     return block(hidden_BTD, rotations)
 
 
-def _cut_part(module: nn.Module, part: str, outside: str, recorder: OpRecorder) -> None:
+def _mark_part(
+    module: nn.Module, part: str, outside: str, recorder: OpRecorder
+) -> None:
     """Mark where a part begins and ends, in forward and backward."""
-    forward = module.forward
     inside = functools.partial(recorder.add, Mark(STAGE, part))
     around = functools.partial(recorder.add, Mark(STAGE, outside))
 
-    def cut(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        made = forward(Notice.apply(hidden, inside, around), *args, **kwargs)
-        if isinstance(made, Tensor):
-            return Notice.apply(made, around, inside)
-        *others, last = (
-            made  # a router's experts, which have no gradient, and their weights
-        )
-        return (*others, Notice.apply(last, around, inside))
+    def begin(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (Notice.apply(args[0], inside, around), *args[1:])
 
-    module.forward = cut
+    def end(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return Notice.apply(output, around, inside)
+        # A router returns experts, which have no gradient, and their weights.
+        *experts, weights = output
+        return (*experts, Notice.apply(weights, around, inside))
+
+    module.register_forward_pre_hook(begin)
+    module.register_forward_hook(end)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -229,7 +232,7 @@ def _embedding(
     )
     recorder = OpRecorder("meta", common.attention)
     for part in parts:
-        _cut_part(tables[part], part, "", recorder)
+        _mark_part(tables[part], part, "", recorder)
     trained = any(param.requires_grad for param in tables.parameters())
 
     def embed(anchor: Tensor) -> Tensor:
@@ -266,7 +269,7 @@ def _head(
     )
     recorder = OpRecorder("meta", common.attention)
     for name, part in both.items():
-        _cut_part(part, name, "", recorder)
+        _mark_part(part, name, "", recorder)
 
     def run(hidden_BTD: Tensor) -> Tensor:
         normed_BTD = norm(hidden_BTD)
