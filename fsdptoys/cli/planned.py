@@ -117,8 +117,8 @@ def choose_largest(experiment: str, device_type: str, world_size: int) -> list[s
     best = largest_preset(
         presets, base, [experiment], memory.hardware, world_size, limit, fast_estimate
     )
-    _say(f"{' '.join(best.words)} is {memory.describe(best.reserved_bytes)}")
-    return list(best.words)
+    _say(f"{' '.join(best.overrides)} is {memory.describe(best.reserved_bytes)}")
+    return list(best.overrides)
 
 
 def choose_switches(
@@ -193,7 +193,7 @@ def fastest_switches(
     except ConfigError as error:
         _say(f"memory=auto leaves the switches off: {error}")
         return []
-    changed = [word for word in best.words if word not in fixed_overrides]
+    changed = [word for word in best.overrides if word not in overrides]
     seconds = time.perf_counter() - started
     _say(
         f"memory=auto: {' '.join(changed) or 'the switches as they are'}, the fastest of those "

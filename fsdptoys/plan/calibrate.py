@@ -80,7 +80,8 @@ class Parameter:
 
     def bounds(self, hardware: Hardware) -> tuple[float, float]:
         """Logarithms of the smallest and largest factor that keep every efficiency possible."""
-        least, most = self.least, self.most
+        least = self.least
+        most = self.most
         for field in self.fields:
             if field.endswith("_efficiency"):
                 value = getattr(hardware, field).value
@@ -151,31 +152,31 @@ def calibrate(
             for moved in moves
         )
 
-    known = list(filter(matters, range(len(parameters))))
+    relevant = list(filter(matters, range(len(parameters))))
 
     def residuals(moved: np.ndarray) -> np.ndarray:
         factors = start.copy()
-        factors[known] = moved
+        factors[relevant] = moved
         return np.concatenate(
             [(np.log(predicted(factors)) - logs) / NOISE, moved / SURPRISE]
         )
 
     factors = start.copy()
-    if known:
-        factors[known] = _least_squares(residuals, limits[known])
+    if relevant:
+        factors[relevant] = _least_squares(residuals, limits[relevant])
     source = f"calibrated from {names} on {today or date.today()}"
     result = _scaled(hardware, parameters, factors, source)
     after = predicted(factors)
     changes = {
         field: (getattr(hardware, field).value, getattr(result, field).value)
-        for index in known
+        for index in relevant
         for field in parameters[index].fields
         if getattr(hardware, field).value != getattr(result, field).value
     }
     unknown = tuple(
         parameter.name
         for index, parameter in enumerate(parameters)
-        if index not in known
+        if index not in relevant
     )
     fitted = tuple(
         FittedValue(case.name, case.measured_seconds, float(old), float(new))
@@ -246,15 +247,18 @@ def _least_squares(residuals: Residuals, limits: np.ndarray) -> np.ndarray:
     value = residuals(point)
     for _ in range(len(limits) + 1):
         point, value = _descend(residuals, limits, point, value)
-        best, best_value = point, value
+        best = point
+        best_value = value
         for index, jump in itertools.product(range(len(point)), JUMPS):
             moved = _moved(point, limits, index, jump)
             new = residuals(moved)
             if new @ new < 0.99 * (best_value @ best_value):
-                best, best_value = moved, new
+                best = moved
+                best_value = new
         if best is point:
             break
-        point, value = best, best_value
+        point = best
+        value = best_value
     return point
 
 
@@ -304,7 +308,8 @@ def read_run(path: Path) -> tuple[RecordedRun, Config, float]:
         seconds of its steps with an update after the warm-up.
     """
     run = read_recorded_run(path)
-    config, spread = run.config(), run.results.step_time_seconds
+    config = run.config()
+    spread = run.results.step_time_seconds
     if spread is None:
         raise ConfigError(
             f"{path} has {len(run.steps)} steps, none after the warm-up of "
@@ -345,21 +350,22 @@ def _step_seconds(
     return predict(config, hardware, world_size).time.step_seconds
 
 
-def calibrate_command(words: Sequence[str], predict: Predict, console: Console) -> int:
+def calibrate_command(argv: Sequence[str], predict: Predict, console: Console) -> int:
     """Run ``fsdptoys plan calibrate RUN_DIR... [hardware=NAME] [out=FILE]``; return the exit
     status."""
-    options, paths = {}, []
-    for word in words:
-        key, equals, value = word.partition("=")
+    options = {}
+    paths = []
+    for argument in argv:
+        key, equals, value = argument.partition("=")
         if equals and key in OPTIONS:
             options[key] = value
-        elif equals and not Path(word).exists():
+        elif equals and not Path(argument).exists():
             raise ConfigError(
-                f"{word} is not an option of fsdptoys plan calibrate; it has hardware=NAME and "
+                f"{argument} is not an option of fsdptoys plan calibrate; it has hardware=NAME and "
                 "out=FILE"
             )
         else:
-            paths.append(Path(word))
+            paths.append(Path(argument))
     if not paths:
         raise ConfigError(
             "fsdptoys plan calibrate needs a run; write fsdptoys plan calibrate runs/NAME"

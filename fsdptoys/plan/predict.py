@@ -45,17 +45,17 @@ compared with a run."""
 def hardware_of(config: Config) -> Hardware:
     """The profile of ``plan.hardware``, or of this machine's device; a ConfigError if there is
     none."""
-    found = (
+    profile = (
         profile_of_this_machine()
         if config.plan.hardware == "auto"
         else config.plan.hardware
     )
-    if found is None:
+    if profile is None:
         raise ConfigError(
             f"plan.hardware=auto has no profile of {Device(available_device_type()).name}; set "
             f"plan.hardware to one of {', '.join(list_hardware())}, or to your own YAML file"
         )
-    return load_hardware(found)
+    return load_hardware(profile)
 
 
 def estimate_run(config: Config, world_size: int) -> tuple[Prediction, Hardware] | None:
@@ -98,7 +98,9 @@ def predict(config: Config, hardware: Hardware, world_size: int) -> Prediction:
 
 def caveats(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ...]:
     """Known limits of the model for this configuration, one sentence each."""
-    plan, kernels, float8 = config.plan, config.kernels, config.train.float8
+    plan = config.plan
+    kernels = config.kernels
+    float8 = config.train.float8
     sharding = None
     if config.parallel.capabilities.shards_parameters:
         node_ranks = node_ranks_of(config, hardware, world_size)

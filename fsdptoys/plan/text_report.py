@@ -48,7 +48,8 @@ def print_prediction(
 
 def advice_to_dict(advice: Sequence[Advice]) -> list[dict[str, Any]]:
     """Advice as JSON values."""
-    return [asdict(one) for one in advice]
+    rows = [asdict(change) for change in advice]
+    return [{"words": row.pop("overrides"), **row} for row in rows]
 
 
 def print_search(
@@ -61,11 +62,10 @@ def print_search(
     ranks = f"{_ranks(result.world_size)} on {result.hardware.title}"
     _line(f"{ranks}, {_gib(result.memory_bytes)} of memory each", console)
     refused = f", {sum(result.refused.values()):,} refused" if result.refused else ""
-    fit, over = len(result.candidates), len(result.over)
-    fits, does = (
-        f"combination{'s fit' if fit != 1 else ' fits'}",
-        "does" if over == 1 else "do",
-    )
+    fit = len(result.candidates)
+    over = len(result.over)
+    fits = f"combination{'s fit' if fit != 1 else ' fits'}"
+    does = "does" if over == 1 else "do"
     _line(f"{fit:,} {fits}, {over:,} {does} not{refused}", console)
     _print_candidates("Fastest", result.leading(rows), console)
     best = frontier(result.candidates)
@@ -94,15 +94,15 @@ def print_command(candidate: Candidate, hardware: Hardware, console: Console) ->
         and not candidate.config.parallel.capabilities.single_process
     ):
         more.append(f"launch.nproc_per_node={ranks // nodes}")
-    typed = {word.partition("=")[0] for word in candidate.words}
-    words = [
-        *candidate.words,
-        *(word for word in more if word.partition("=")[0] not in typed),
+    keys = {override.partition("=")[0] for override in candidate.overrides}
+    overrides = [
+        *candidate.overrides,
+        *(override for override in more if override.partition("=")[0] not in keys),
     ]
     if nodes > 1:
         _line("on each node, with the first one's name for HOST:", console)
     console.print(
-        " ".join(["bash run_fsdp.sh", *words]),
+        " ".join(["bash run_fsdp.sh", *overrides]),
         soft_wrap=True,
         highlight=False,
         markup=False,
@@ -135,7 +135,7 @@ def candidate_to_dict(candidate: Candidate) -> dict[str, Any]:
     """A candidate as JSON values."""
     prediction = candidate.prediction.to_dict()
     return {
-        "words": list(candidate.words),
+        "words": list(candidate.overrides),
         "switches": candidate.switches,
         "prediction": prediction,
     }
@@ -144,7 +144,9 @@ def candidate_to_dict(candidate: Candidate) -> dict[str, Any]:
 def _print_header(
     config: Config, prediction: Prediction, hardware: Hardware, console: Console
 ) -> None:
-    train, parallel, mesh = config.train, config.parallel, config.mesh
+    train = config.train
+    parallel = config.parallel
+    mesh = config.mesh
     _print_model(config, console)
     _line(
         f"{_ranks(prediction.world_size)} on {hardware.title}; {prediction.method}",
@@ -181,7 +183,8 @@ def _print_header(
 def _print_memory(
     prediction: Prediction, hardware: Hardware, memory_bytes: float, console: Console
 ) -> None:
-    memory, stages = prediction.memory, prediction.stages
+    memory = prediction.memory
+    stages = prediction.stages
     largest = (
         max(range(len(stages)), key=lambda index: stages[index].reserved_bytes)
         if stages
@@ -242,7 +245,8 @@ def _print_communication(time: TimePrediction, console: Console) -> None:
 
 
 def _print_time(prediction: Prediction, console: Console) -> None:
-    time, stages = prediction.time, prediction.stages
+    time = prediction.time
+    stages = prediction.stages
     busiest = (
         max(range(len(stages)), key=lambda index: stages[index].compute_seconds)
         if stages
@@ -276,11 +280,11 @@ def _print_time(prediction: Prediction, console: Console) -> None:
         if prediction.mfu is not None
         else "; MFU unknown: no peak for this dtype"
     )
-    each = (
+    per_device = (
         f", {prediction.tokens_per_second / ranks:,.0f} per device" if ranks > 1 else ""
     )
     console.print()
-    _line(f"{prediction.tokens_per_second:,.0f} tokens/s{each}{mfu}", console)
+    _line(f"{prediction.tokens_per_second:,.0f} tokens/s{per_device}{mfu}", console)
 
 
 def _print_stages(prediction: Prediction, console: Console) -> None:
@@ -303,16 +307,16 @@ def _print_advice(advice: Sequence[Advice], fits: bool, console: Console) -> Non
     rows = [("reserved", "tokens/s", "change", "type")]
     for one in advice:
         speed = f"{one.tokens_per_second:,.0f}", f"{one.speed_change:+.1%}"
-        rows.append((_gib(one.reserved_bytes), *speed, " ".join(one.words)))
+        rows.append((_gib(one.reserved_bytes), *speed, " ".join(one.overrides)))
     _table(heading, rows, "rrrl", console)
 
 
-def _print_effects(found: Sequence[Effect], console: Console) -> None:
+def _print_effects(effects_of_best: Sequence[Effect], console: Console) -> None:
     """Print the cost and gain of each setting of the best."""
-    if not found:
+    if not effects_of_best:
         return
     rows = [("memory", "step", "tokens/s", "setting", "instead of")]
-    for one in found:
+    for one in effects_of_best:
         signs = (
             "-" if one.saved_bytes > 0 else "+",
             "-" if one.added_seconds < 0 else "+",
@@ -346,7 +350,8 @@ def _print_candidates(
         ("tokens/s", "MFU", "reserved", "host", "batch", "strategy", "switches")
     ]
     for candidate in candidates:
-        prediction, config = candidate.prediction, candidate.config
+        prediction = candidate.prediction
+        config = candidate.config
         host = prediction.memory.host_bytes
         mfu = "-" if prediction.mfu is None else f"{prediction.mfu:.1%}"
         memory = _gib(prediction.memory.reserved_bytes), _gib(host) if host else "-"
@@ -429,7 +434,8 @@ def _bars(heading: str, sizes: dict[str, int], console: Console) -> None:
         return
     _heading(heading, console)
     mark = "#" if console.options.ascii_only else "█"
-    most, total = max(sizes.values()), sum(sizes.values())
+    most = max(sizes.values())
+    total = sum(sizes.values())
     rows = [
         (name, _gib(size), f"{size / total:.1%}", mark * round(BAR * size / most))
         for name, size in sorted(sizes.items(), key=lambda item: -item[1])

@@ -195,9 +195,11 @@ def named_tests(results: str, output: str, tests: Sequence[str]) -> Iterator[str
         # In captured logs more spaces follow ERROR
         match = re.match(rf"(?:{results}) (\S.*)", line)
         if match:
-            named = [
+            candidates = [
                 test
                 for test in tests
                 if match[1] == test or match[1].startswith(f"{test} - ")
             ]
-            yield max(named, key=len) if named else match[1].partition(" - ")[0]
+            yield (
+                max(candidates, key=len) if candidates else match[1].partition(" - ")[0]
+            )

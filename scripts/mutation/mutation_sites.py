@@ -157,19 +157,19 @@ class Break:
 def find_sites(path: str, text: str) -> list[Site]:
     """Return all breaks of a file."""
     sites = []
-    for number, found in enumerate(list(find_breaks(ast.parse(text)))):
-        statement = found.statement
+    for number, fault in enumerate(list(find_breaks(ast.parse(text)))):
+        statement = fault.statement
         whole = ast.unparse(statement).splitlines()
-        found.swap()
+        fault.swap()
         broken = ast.unparse(statement).splitlines()
-        found.swap()
+        fault.swap()
         changed = [
             pair for pair in zip(whole, broken, strict=True) if len({*pair}) == 2
         ]
         if changed:  # a large float plus one is the same
-            place = (statement.lineno, statement.col_offset)
-            line = found.node.lineno
-            sites.append(Site(path, line, found.kind, *changed[0], number, place))
+            position = (statement.lineno, statement.col_offset)
+            line = fault.node.lineno
+            sites.append(Site(path, line, fault.kind, *changed[0], number, position))
     return sites
 
 

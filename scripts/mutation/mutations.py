@@ -102,7 +102,9 @@ class Breaker:
         cap_seconds: float,
         scratch: Path,
     ) -> None:
-        self.recording, self.cap_seconds, self.scratch = recording, cap_seconds, scratch
+        self.recording = recording
+        self.cap_seconds = cap_seconds
+        self.scratch = scratch
         self.source = copy_checkout(checkout, scratch / "source")
         self.unbroken = copy_checkout(checkout, scratch / "unbroken")
         list_tests(
@@ -207,11 +209,11 @@ def check_sites(
     lock = threading.Lock()
 
     def check(site: Site) -> None:
-        with unit(site.name) as done:
+        with unit(site.name) as progress_unit:
             row = breaker.check(site)
             with lock:
-                finished.add(site.name, row)
-            done.note = f"short {row['short']}, all {row['all']} {row['test']}"
+                finished.put(site.name, row)
+            progress_unit.note = f"short {row['short']}, all {row['all']} {row['test']}"
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(check, sites))
@@ -311,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         tempfile.TemporaryDirectory(prefix="mutations-") as scratch,
         progress(units=1 + arguments.sites),
     ):
-        with unit("recording") as done:
+        with unit("recording") as progress_unit:
             if (row := recorded.get("recording")) is None:
                 row = asdict(
                     record(
@@ -325,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 recorded.add("recording", row)
             recording = Recording(**row)
             chosen, passed_over = choose_sites(drawn, recording)
-            done.note = (
+            progress_unit.note = (
                 f"{len(recording.tests)} tests, {len(recording.failures)} failures, "
                 f"{len(passed_over)} not executed"
             )

@@ -49,7 +49,7 @@ class PlannedRun:
 
     profile: str
     ranks: int
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     """Overrides, in the order in which they are given."""
     label: str
     """Overrides that differ from those of most runs."""
@@ -60,20 +60,20 @@ def read_runs() -> list[PlannedRun]:
     tree = yaml.safe_load(RUNS_FILE.read_text(encoding="utf-8"))
 
     def expand(text: str) -> Iterator[str]:
-        for word in text.split():
-            if word in tree["settings"]:
-                yield from expand(tree["settings"][word])
+        for override in text.split():
+            if override in tree["settings"]:
+                yield from expand(tree["settings"][override])
             else:
-                yield word
+                yield override
 
     usual = set(expand("base"))
     runs = []
     for line in tree["runs"]:
         profile, ranks, text = line.split(maxsplit=2)
-        words = tuple(expand(text))
-        changes = " ".join(word for word in words if word not in usual)
+        overrides = tuple(expand(text))
+        changes = " ".join(override for override in overrides if override not in usual)
         runs.append(
-            PlannedRun(profile, int(ranks), words, f"{profile}, {ranks}: {changes}")
+            PlannedRun(profile, int(ranks), overrides, f"{profile}, {ranks}: {changes}")
         )
     return runs
 
@@ -95,11 +95,11 @@ class Error:
 
 @dataclass(frozen=True)
 class Searched:
-    """A search whose candidates were all traced."""
+    """A search with all candidates traced."""
 
     name: str
     candidates: int
-    place: int
+    position: int
     """Best place among the first three, in the order of all traces; 1 is the fastest that fits."""
     loss: float  # Tokens per second that the best of the three lacks
 
@@ -125,9 +125,9 @@ def _trace_one(config: Config, hardware: Hardware, world_size: int) -> Traced:
     return replayed.memory(), replayed.time()
 
 
-def configured(hardware: Hardware, world_size: int, words: Sequence[str]) -> Config:
+def configured(hardware: Hardware, world_size: int, overrides: Sequence[str]) -> Config:
     """A validated configuration."""
-    config = compose_config(list(words))
+    config = compose_config(list(overrides))
     validate_switches(config, world_size, hardware.device_type)
     return config
 
@@ -138,7 +138,9 @@ def estimate_errors(jobs: int, count: int | None = None) -> list[Error]:
     runs = []
     for run in planned:
         hardware = load_hardware(run.profile)
-        runs.append((configured(hardware, run.ranks, run.words), hardware, run.ranks))
+        runs.append(
+            (configured(hardware, run.ranks, run.overrides), hardware, run.ranks)
+        )
     with unit(f"traces of {len(runs)} runs"):
         full = trace_in_full(runs, jobs)
     errors = []
@@ -178,7 +180,7 @@ def random_search(draw: random.Random) -> tuple[str, Hardware, int, float, list[
             "exchanges": "mesh.cp_size=1 mesh.ep_size=1",
         }
     varied = draw.sample(sorted(settings), 2)
-    words = [
+    overrides = [
         "experiment=null",
         f"model={model}",
         f"model.n_layers={draw.choice([2, 3])}",
@@ -192,36 +194,36 @@ def random_search(draw: random.Random) -> tuple[str, Hardware, int, float, list[
         ).split(),
     ]
     if "checkpointing" not in varied or draw.random() < 0.5:
-        words.append("memory.activation_offload=false")
+        overrides.append("memory.activation_offload=false")
     gib = draw.choice([4, 8, 12, 16, 24, 40, 76])
-    name = f"{profile}, {world_size}, {gib} GiB: {' '.join(words)}"
-    return name, load_hardware(profile), world_size, gib * GIB, words
+    name = f"{profile}, {world_size}, {gib} GiB: {' '.join(overrides)}"
+    return name, load_hardware(profile), world_size, gib * GIB, overrides
 
 
 def run_searches(count: int, jobs: int) -> list[Searched]:
     """Search, and trace every candidate; searches with too few that fit, or too many, are drawn
     again."""
     draw = random.Random(0)
-    done: list[Searched] = []
-    while len(done) < count:
-        name, hardware, world_size, memory_bytes, words = random_search(draw)
+    searches: list[Searched] = []
+    while len(searches) < count:
+        name, hardware, world_size, memory_bytes, overrides = random_search(draw)
         try:
-            base = compose_config(words)
+            base = compose_config(overrides)
             result = search(
-                base, words, hardware, world_size, memory_bytes, fast_estimate
+                base, overrides, hardware, world_size, memory_bytes, fast_estimate
             )
         except ConfigError:
             continue
         every = [*result.candidates, *result.over]
         if len(result.candidates) > CHECKED and len(every) <= MOST_CANDIDATES:
-            with unit(f"search {len(done) + 1} of {len(every)} candidates"):
+            with unit(f"search {len(searches) + 1} of {len(every)} candidates"):
                 runs = [(one.config, hardware, world_size) for one in every]
-                done.append(judge(name, result, trace_in_full(runs, jobs)))
-    return done
+                searches.append(judge(name, result, trace_in_full(runs, jobs)))
+    return searches
 
 
 def judge(name: str, result: SearchResult, traced: Sequence[Traced]) -> Searched:
-    """Compare the first candidates of a search with all, whose traces are given."""
+    """Compare the first candidates of a search with all, by the traces of these."""
     every = [*result.candidates, *result.over]
     speeds: dict[str, float] = {}
     for one, (memory, time) in zip(every, traced, strict=True):
@@ -251,7 +253,7 @@ def render(
         lines += [markdown_table(cells, right=(1, 2, 3)), ""]
     wrong = [one for one in searches if not one.right]
     if searches:
-        first = sum(one.place == 1 for one in searches)
+        first = sum(one.position == 1 for one in searches)
         lines += [
             "### Random searches, all candidates traced",
             "",
@@ -261,7 +263,7 @@ def render(
         ]
     for one in wrong:
         lines.append(
-            f"- Place {one.place} of {one.candidates}, {one.loss:.1%} slower: {one.name}"
+            f"- Place {one.position} of {one.candidates}, {one.loss:.1%} slower: {one.name}"
         )
     met = not missed and len(wrong) <= (1 - SEARCHES_BAR) * len(searches)
     return lines, met

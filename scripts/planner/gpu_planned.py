@@ -46,36 +46,39 @@ class Compared:
 
 
 def words_of(check: str) -> dict[str, list[str]]:
-    """Row → words, of a check whose rows are compared."""
+    """Return the overrides of each row of a check."""
     fsdp2 = [*SMALL, "parallel=fsdp2"]
     if check == "memory":
         plain = [*fsdp2, "parallel.param_dtype=float32"]
         return {"plain": plain} | {
-            name: [*plain, *words] for name, words in training.MEMORY.items()
+            name: [*plain, *overrides] for name, overrides in training.MEMORY.items()
         }
     if check in ("compile", "float8"):
         rows = training.COMPILED if check == "compile" else training.FLOAT8
         compiled = ["train.compile=true"] * (check == "float8")
         return {
-            name: [*fsdp2, *BF16, *compiled, *words] for name, words in rows.items()
+            name: [*fsdp2, *BF16, *compiled, *overrides]
+            for name, overrides in rows.items()
         }
     if check == "optimizers":
         return {
-            name: [*SMALL, *training.SINGLE, *words]
-            for name, words in training.OPTIMIZERS.items()
+            name: [*SMALL, *training.SINGLE, *overrides]
+            for name, overrides in training.OPTIMIZERS.items()
         }
     if check == "adapters":
         return {
             f"{form} {dtype}": [
-                *words,
+                *overrides,
                 "parallel=fsdp2",
                 f"parallel.param_dtype={dtype}",
             ]
-            for form, words in training.adapter_rows("cuda").items()
+            for form, overrides in training.adapter_rows("cuda").items()
             for dtype in ("float32", "bfloat16")
         }
     if check == "speed":
-        return {name: [*speed.MODEL, *words] for name, words in speed.ROWS.items()}
+        return {
+            name: [*speed.MODEL, *overrides] for name, overrides in speed.ROWS.items()
+        }
     return {}
 
 
@@ -83,22 +86,20 @@ def compare(lines: list[dict[str, Any]], hardware: str) -> Iterator[Compared]:
     """Each measured row with its prediction."""
     profile = load_hardware(hardware)
     for line in lines:
-        for name, words in words_of(line["check"]).items():
+        for name, overrides in words_of(line["check"]).items():
             measured = line.get("facts", {}).get(name)
             if not isinstance(measured, dict) or "peak_gib" not in measured:
                 continue
             with unit(f"{line['check']}, {name}"):
                 config = compose_config(
-                    [*COMMON, f"launch.device={line['device']}", *words]
+                    [*COMMON, f"launch.device={line['device']}", *overrides]
                 )
                 config.validate(1, line["device"])
-                found = predict(config, profile, 1)
-            memory = found.memory
-            peak_gib, reserved_gib = (
-                memory.peak_bytes / GIB,
-                memory.reserved_bytes / GIB,
-            )
-            milliseconds = 1e3 * found.time.step_seconds
+                prediction = predict(config, profile, 1)
+            memory = prediction.memory
+            peak_gib = memory.peak_bytes / GIB
+            reserved_gib = memory.reserved_bytes / GIB
+            milliseconds = 1e3 * prediction.time.step_seconds
             yield Compared(
                 line["check"], name, measured, peak_gib, reserved_gib, milliseconds
             )

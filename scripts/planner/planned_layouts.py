@@ -35,7 +35,8 @@ from scripts.planner.loss_parallel import LossParallel
 from scripts.planner.published_layouts import MACHINES, PublishedLayout, machine
 from scripts.planner.published_torchtitan import keep_every_other_product
 
-MEMORY_BAR, RANK_BAR = 0.08, 0.8
+MEMORY_BAR = 0.08
+RANK_BAR = 0.8
 LEAST_ROWS = 3
 """Fewest layouts with a rank correlation."""
 
@@ -201,22 +202,22 @@ class Ranking:
 def rankings(planned: Sequence[PlannedLayout]) -> list[Ranking]:
     """Correlations over rows of equal numerics, and over all rows of a machine and model."""
     groups: defaultdict[tuple[str, str, str], list[PlannedLayout]] = defaultdict(list)
-    for each in planned:
-        row = each.row
+    for layout in planned:
+        row = layout.row
         for numerics in ("all rows", row.numerics):
-            groups[row.machine, row.model, numerics].append(each)
-    found = []
+            groups[row.machine, row.model, numerics].append(layout)
+    correlations = []
     for (key, model, numerics), members in groups.items():
-        layouts = {(each.row.layout, each.tokens_per_second) for each in members}
+        layouts = {(member.row.layout, member.tokens_per_second) for member in members}
         if len(layouts) >= LEAST_ROWS:
-            published = [each.row.speed for each in members]
+            published = [member.row.speed for member in members]
             value = rank_correlation(
-                published, [each.tokens_per_second for each in members]
+                published, [member.tokens_per_second for member in members]
             )
-            found.append(
+            correlations.append(
                 Ranking(f"{MACHINES[key]}, {model}, {numerics}", len(members), value)
             )
-    return found
+    return correlations
 
 
 HEADER = [
@@ -236,7 +237,9 @@ def render_layouts(
     """The section, and whether every bar was met."""
     parts = ["\n".join(f"- Fitted: {note}" for note in results.notes)]
     for key, title in MACHINES.items():
-        cells = [each.cells() for each in results.planned if each.row.machine == key]
+        cells = [
+            layout.cells() for layout in results.planned if layout.row.machine == key
+        ]
         if cells:
             right = (2, 3, 4, 5, 7, 8, 9, 10)
             parts += [f"### {title}", markdown_table([HEADER, *cells], right)]
@@ -252,13 +255,15 @@ def render_layouts(
         cells = [["row", "machine", "layout", "tokens/s", "GiB", "reason"], *unplanned]
         parts += ["### Not planned", markdown_table(cells, right=(3, 4))]
     sources = dict.fromkeys(f"- {row.source}, {row.date}" for row in rows)
-    met = [each.memory_met for each in results.planned if each.memory_met is not None]
+    met = [
+        layout.memory_met for layout in results.planned if layout.memory_met is not None
+    ]
     parts += ["### Sources", "\n".join(sources)]
     parts += [
         f"{met.count(False)} of {len(met)} memories are off by more than {MEMORY_BAR:.0%}."
     ]
     return "\n\n".join(filter(None, parts)), all(met) and all(
-        each.met for each in ranked
+        ranking.met for ranking in ranked
     )
 
 

@@ -59,7 +59,7 @@ _ROWS: dict[str, tuple[str, ...]] = {
     ),
     "1B without settings": ("model=llama3_1b",),
 }
-NAMES = {f"{PREFIX} {row}": words for row, words in _ROWS.items()}
+NAMES = {f"{PREFIX} {row}": overrides for row, overrides in _ROWS.items()}
 """Row → overrides."""
 KINDS = [
     kind.value for kind in (KernelKind.matmul, KernelKind.attention, KernelKind.memory)
@@ -77,7 +77,8 @@ class PlannedRow:
 
     def cells(self) -> list[str]:
         """Cells of the table."""
-        memory, time = self.prediction.memory, self.prediction.time
+        memory = self.prediction.memory
+        time = self.prediction.time
         milliseconds = [time.kinds[kind] for kind in KINDS]
         milliseconds += [
             time.exposed_communication_seconds + time.exposed_transfer_seconds,
@@ -96,8 +97,8 @@ class PlannedRow:
 
 def predict_planned_row(row: str) -> PlannedRow:
     """Predict a row."""
-    words = [*NAMES[row], f"plan.hardware={HARDWARE}", "plan.world_size=1"]
-    run = compose_hypothetical(words, searches=False)
+    overrides = [*NAMES[row], f"plan.hardware={HARDWARE}", "plan.world_size=1"]
+    run = compose_hypothetical(overrides, searches=False)
     validate_switches(run.config, 1, run.hardware.device_type, 1)
     return PlannedRow(row, fast_estimate(run.config, run.hardware, 1))
 

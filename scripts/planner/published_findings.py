@@ -17,8 +17,10 @@ from scripts.planner.published_torchtitan import h100
 GIB = 2**30
 END_BAR_GIB = 0.01
 RESERVED_BARS = {"fsdp1": 0.10, "fsdp2": 0.04}
-SECONDS_BAR, OFFLOAD_SECONDS_BAR = 0.08, 0.15
-TORCHTITAN_RESERVED_BAR, TORCHTITAN_SECONDS_BAR = 0.04, 0.06
+SECONDS_BAR = 0.08
+OFFLOAD_SECONDS_BAR = 0.15
+TORCHTITAN_RESERVED_BAR = 0.04
+TORCHTITAN_SECONDS_BAR = 0.06
 FITTED_ROW = "block"
 HOST_ROWS = {
     ("fsdp2", "block gc chunk oo"): "latency of transfers",
@@ -103,12 +105,14 @@ class Rows:
 
 def classic_memory(rows: Rows) -> list[Finding]:
     """The first table: allocated at the end of a step, and reserved."""
-    hardware, findings = a2(), []
+    hardware = a2()
+    findings = []
     for (strategy, name), (_, published) in ROWS.items():
         row = f"{strategy} {name}"
         if row in rows.traces:
             memory = rows.replay(row, hardware).memory()
-            end, reserved = memory.end_bytes / GIB, memory.reserved_bytes / GIB
+            end = memory.end_bytes / GIB
+            reserved = memory.reserved_bytes / GIB
             findings.append(
                 Finding(
                     row,
@@ -136,7 +140,8 @@ def classic_time(rows: Rows, fit_host: bool) -> tuple[list[Finding], list[str]]:
     Returns:
         The findings; notes on fitted rates.
     """
-    findings, fitted = [], []
+    findings = []
+    fitted = []
     for strategy in ("fsdp2", "fsdp1"):
         base = f"{strategy} {FITTED_ROW}"
         if base not in rows.traces:
@@ -152,14 +157,14 @@ def classic_time(rows: Rows, fit_host: bool) -> tuple[list[Finding], list[str]]:
         if fit_host and all(" ".join(key) in rows.traces for key in HOST_ROWS):
             # FSDP2's rows give both rates, on a node with FSDP2's matmul speed.
             seconds = ROWS["fsdp2", FITTED_ROW][1].seconds
-            theirs = rows.fit(f"fsdp2 {FITTED_ROW}", seconds, a2(), "compute")
+            fitted_hardware = rows.fit(f"fsdp2 {FITTED_ROW}", seconds, a2(), "compute")
             for key, parameter in HOST_ROWS.items():
-                theirs = rows.fit(
-                    " ".join(key), ROWS[key][1].seconds, theirs, parameter
+                fitted_hardware = rows.fit(
+                    " ".join(key), ROWS[key][1].seconds, fitted_hardware, parameter
                 )
                 used.add(" ".join(key))
-            latency = theirs.transfer_latency_seconds
-            rate = theirs.cpu_adam_parameters_per_second
+            latency = fitted_hardware.transfer_latency_seconds
+            rate = fitted_hardware.cpu_adam_parameters_per_second
             hardware = dataclasses.replace(
                 hardware,
                 transfer_latency_seconds=latency,
@@ -184,7 +189,8 @@ def classic_time(rows: Rows, fit_host: bool) -> tuple[list[Finding], list[str]]:
 
 def torchtitan(rows: Rows) -> tuple[list[Finding], list[str]]:
     """torchtitan's table: reserved memory, and tokens per second on the larger number of ranks."""
-    findings, notes = [], []
+    findings = []
+    notes = []
     for ranks, published in TORCHTITAN.items():
         row = f"torchtitan {ranks}"
         if row in rows.traces:
@@ -198,7 +204,8 @@ def torchtitan(rows: Rows) -> tuple[list[Finding], list[str]]:
                 Finding(row, "GiB reserved", published.reserved_gib, reserved, bar)
             )
             notes.append(f"{row}: {native:.2f} GiB with native segments")
-            seconds, before = published.step_seconds, rows.seconds(row)(h100())
+            seconds = published.step_seconds
+            before = rows.seconds(row)(h100())
             notes.append(
                 f"{row}: {seconds:.2f} s a step, {seconds / before:.2f} times the {before:.2f} s "
                 "without a fit"

@@ -62,7 +62,7 @@ class PublishedLayout:
     loss_parallel: bool = False
     """Whether ranks that split the vocabulary use PyTorch's ``loss_parallel``, with which the row
     is traced."""
-    words: tuple[str, ...] = ()
+    extra_overrides: tuple[str, ...] = ()
     """Further overrides of the trainer."""
     absent: tuple[str, ...] = ()
     """Further differences between the run and the trace."""
@@ -122,7 +122,7 @@ class PublishedLayout:
 
     def overrides(self) -> list[str]:
         """Overrides of ``fsdptoys plan`` for the row's layout."""
-        words = [
+        overrides = [
             "experiment=null",
             f"model={self.model}",
             "parallel=fsdp2",
@@ -141,12 +141,12 @@ class PublishedLayout:
             "pp": self.pp,
         }.items():
             if size > 1:
-                words.append(f"mesh.{axis}_size={size}")
+                overrides.append(f"mesh.{axis}_size={size}")
         if self.cp > 1:
-            words.append("parallel.context=gathered")
+            overrides.append("parallel.context=gathered")
         if self.schedule is not None:
-            words.append(f"parallel.schedule={self.schedule}")
-        return [*words, *self.words]
+            overrides.append(f"parallel.schedule={self.schedule}")
+        return [*overrides, *self.extra_overrides]
 
     @property
     def trace_key(self) -> tuple[str, ...]:
@@ -180,7 +180,7 @@ def read_layouts() -> list[PublishedLayout]:
         common = table.pop("common", {})
         for row in table.pop("rows"):
             values = table | common | row
-            for key in ("words", "absent"):
+            for key in ("extra_overrides", "absent"):
                 values[key] = (*common.get(key, ()), *row.get(key, ()))
             rows.append(PublishedLayout(**values | {"date": str(values["date"])}))
     return rows

@@ -60,7 +60,9 @@ class Attention(nn.Module):
         batch, seq_len, dim = x.shape
         heads = (batch, seq_len, self.n_heads, dim // self.n_heads)
         # All three projections exist before the first is reshaped.
-        query, key, value = self.query(x), self.key(x), self.value(x)
+        query = self.query(x)
+        key = self.key(x)
+        value = self.value(x)
         query, key, value = query.view(heads), key.view(heads), value.view(heads)
         query, key = _rotate(query, key, angles)
         query, key, value = (
@@ -116,8 +118,10 @@ class Block(nn.Module):
         feed_forward_norm: nn.Module,
     ) -> None:
         super().__init__()
-        self.attention, self.feed_forward = attention, feed_forward
-        self.attention_norm, self.feed_forward_norm = attention_norm, feed_forward_norm
+        self.attention = attention
+        self.feed_forward = feed_forward
+        self.attention_norm = attention_norm
+        self.feed_forward_norm = feed_forward_norm
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Transform activations of shape (B, T, D); ``positions`` are the attention's angles."""
@@ -180,7 +184,8 @@ class ChunkedLoss(torch.autograd.Function):
     ) -> Tensor:
         """Mean cross entropy; keeps both gradients for the backward."""
         total = torch.zeros((), device=hidden.device)
-        hidden_grad, weight_grad = torch.empty_like(hidden), torch.zeros_like(weight)
+        hidden_grad = torch.empty_like(hidden)
+        weight_grad = torch.zeros_like(weight)
         chunks = zip(
             hidden.split(chunk_tokens, 1),
             hidden_grad.split(chunk_tokens, 1),

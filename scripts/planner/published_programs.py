@@ -14,9 +14,9 @@ One difference: at a2304c9 the vocabulary has 100,000 tokens, which makes 7.3 bi
 the table's 9.72 GiB are those of 32,000.
 
 The table's two FSDP2 rows with finer wrapping and checkpointing were made with
-``accelerate/fsdp2_patch.py`` (cbab1de), whose fix is in torch from 2.10 on.
+``accelerate/fsdp2_patch.py`` (cbab1de). torch from 2.10 on has its fix.
 
-The programs follow rank 0, whose numbers were printed. They run on any device: a planned one, or a
+The programs follow rank 0, which printed its numbers. They run on any device: a planned one, or a
 CPU with tiny sizes (FSDP1's CPU offload and its broadcast need an accelerator).
 """
 

@@ -119,18 +119,19 @@ class Attention(nn.Module):
         self.repeats = sizes.n_heads // sizes.n_kv_heads
         kv_dim = sizes.n_kv_heads * self.head_dim
         self.query = nn.Linear(sizes.dim, sizes.dim, bias=False)
-        self.key, self.value = (
-            nn.Linear(sizes.dim, kv_dim, bias=False),
-            nn.Linear(sizes.dim, kv_dim, bias=False),
-        )
+        self.key = nn.Linear(sizes.dim, kv_dim, bias=False)
+        self.value = nn.Linear(sizes.dim, kv_dim, bias=False)
         self.out = nn.Linear(sizes.dim, sizes.dim, bias=False)
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
         """Attend causally; turns are complex numbers of shape (T, K/2)."""
         batch, seq_len, _ = x.shape
-        query, key, value = self.query(x), self.key(x), self.value(x)
+        query = self.query(x)
+        key = self.key(x)
+        value = self.value(x)
         query, key, value = (
-            each.view(batch, seq_len, -1, self.head_dim) for each in (query, key, value)
+            projection.view(batch, seq_len, -1, self.head_dim)
+            for projection in (query, key, value)
         )
         query, key = _rotate(query, key, turns)
         key, value = self._repeat(key), self._repeat(value)

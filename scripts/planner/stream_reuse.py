@@ -56,7 +56,8 @@ from scripts.common.progress import progress, unit
 from tests.harness.full_trace import trace_here
 from tests.harness.plan_processes import in_fresh_process
 
-RANKS, STEPS = 8, 2
+RANKS = 8
+STEPS = 2
 STRATEGIES = ("fsdp1", "fsdp2")
 SETTINGS = (
     "experiment=null",
@@ -70,10 +71,13 @@ SETTINGS = (
 )
 
 
-def settings(words: Sequence[str]) -> list[str]:
-    """``SETTINGS`` with typed words in place of those of the same key."""
-    typed = {word.partition("=")[0] for word in words}
-    return [*(word for word in SETTINGS if word.partition("=")[0] not in typed), *words]
+def settings(overrides: Sequence[str]) -> list[str]:
+    """``SETTINGS``, without those that ``overrides`` replace, and the overrides."""
+    keys = {override.partition("=")[0] for override in overrides}
+    return [
+        *(override for override in SETTINGS if override.partition("=")[0] not in keys),
+        *overrides,
+    ]
 
 
 def make_trainer(config: Config, recorder: OpRecorder, hardware: Hardware) -> Trainer:
@@ -176,7 +180,7 @@ CASES: dict[str, Callable[[Config, OpRecorder, Hardware], None]] = {
 
 
 def measure(
-    case: str, strategy: str, patched: bool, hardware: Hardware, words: list[str]
+    case: str, strategy: str, patched: bool, hardware: Hardware, overrides: list[str]
 ) -> tuple[int, int, int]:
     """Trace a case in this process, which cannot be used afterwards.
 
@@ -184,7 +188,7 @@ def measure(
         Streams with memory of their own, peak allocated bytes and reserved bytes.
     """
     patches = f"patches=[{strategy}_stream_reuse]" if patched else "patches=[]"
-    config = compose_config([*settings(words), f"parallel={strategy}", patches])
+    config = compose_config([*settings(overrides), f"parallel={strategy}", patches])
     config.validate(RANKS, hardware.device_type)
 
     def program(recorder: OpRecorder) -> None:
@@ -218,10 +222,10 @@ def main() -> None:
         help="KEY=VALUE settings of the run, in place of the ones above",
     )
     parser.add_argument("--hardware", default="h100", help="a profile of fsdptoys plan")
-    asked = parser.parse_intermixed_args()
+    arguments = parser.parse_intermixed_args()
     os.environ.update(tracing_environment())
-    hardware = load_hardware(asked.hardware)
-    print(f"{asked.hardware}, {RANKS} ranks: {' '.join(settings(asked.words))}")
+    hardware = load_hardware(arguments.hardware)
+    print(f"{arguments.hardware}, {RANKS} ranks: {' '.join(settings(arguments.words))}")
     cells = [["strategy", "case", "patched", "streams with memory"]]
     cells[0] += ["peak allocated (GiB)", "reserved (GiB)"]
     rows = list(itertools.product(STRATEGIES, CASES, (False, True)))
@@ -229,7 +233,7 @@ def main() -> None:
         for strategy, case, patched in rows:
             with unit(f"{strategy}, {case}"):
                 streams, peak, reserved = in_fresh_process(
-                    measure, case, strategy, patched, hardware, asked.words
+                    measure, case, strategy, patched, hardware, arguments.words
                 )
             figures = [str(streams), f"{peak / GIB:.2f}", f"{reserved / GIB:.2f}"]
             cells.append([strategy, case, "yes" if patched else "no", *figures])

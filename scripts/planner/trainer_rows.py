@@ -30,10 +30,13 @@ def row_words(row: str) -> list[str]:
     """Overrides of a row, each key once."""
     strategy, name = NAMES[row]
     definition = read_definition(f"classic_{strategy}")
-    names = [each for owner, each in ROWS if owner == strategy]
-    words = dict(zip(names, definition.rows, strict=True))[name]
+    names = [title for owner, title in ROWS if owner == strategy]
+    overrides = dict(zip(names, definition.rows, strict=True))[name]
     return list(
-        {word.partition("=")[0]: word for word in (*definition.base, *words)}.values()
+        {
+            override.partition("=")[0]: override
+            for override in (*definition.base, *overrides)
+        }.values()
     )
 
 
@@ -46,7 +49,7 @@ class TrainerRow:
     prediction: Prediction
 
     @property
-    def held(self) -> tuple[bool, bool]:
+    def bounds_met(self) -> tuple[bool, bool]:
         """Whether the end of a step and the reserved memory are at most the published ones."""
         memory = self.prediction.memory
         return (
@@ -56,7 +59,7 @@ class TrainerRow:
 
     def cells(self) -> list[str]:
         """Cells of the table."""
-        end, reserved = ("pass" if held else "**fail**" for held in self.held)
+        end, reserved = ("pass" if is_met else "**fail**" for is_met in self.bounds_met)
         published = self.published
         memory = self.prediction.memory
         seconds = self.prediction.time.step_seconds
@@ -103,4 +106,4 @@ def trainer_table(rows: Sequence[TrainerRow]) -> str:
 
 def failures(rows: Sequence[TrainerRow]) -> int:
     """Number of cells above the published value."""
-    return sum(not held for row in rows for held in row.held)
+    return sum(not is_met for row in rows for is_met in row.bounds_met)

@@ -64,15 +64,15 @@ class Cell:
         return "fits" if self.fits_host else "host"
 
 
-def plan(words: Sequence[str], hardware: Hardware, ranks: int) -> Cell:
+def plan(overrides: Sequence[str], hardware: Hardware, ranks: int) -> Cell:
     """Predict a combination; a refused one has no prediction."""
     try:
         config = compose_config(
             [
-                *words,
+                *overrides,
                 *(
                     ["parallel=single"]
-                    if ranks == 1 and "parallel=ddp" in words
+                    if ranks == 1 and "parallel=ddp" in overrides
                     else []
                 ),
             ]
@@ -127,14 +127,14 @@ def main() -> int:
         for tune, tune_words in TUNES.items():
             for strategy, strategy_words in STRATEGIES.items():
                 for ranks in RANKS:
-                    words = [
+                    overrides = [
                         *COMMON,
                         f"model={model}",
                         f"train.seq_len={arguments.seq_len}",
                     ]
-                    words += [*tune_words, *strategy_words]
+                    overrides += [*tune_words, *strategy_words]
                     table[tune, strategy, ranks] = {
-                        name: plan(words, hardware, ranks)
+                        name: plan(overrides, hardware, ranks)
                         for name, hardware in profiles.items()
                     }
         print_table(model, table)
@@ -157,21 +157,23 @@ def print_table(model: str, table: dict[tuple[str, str, int], dict[str, Cell]]) 
     )
     print(f"|---|---|---:|---:|---:|{'---:|' * len(names)}")
     for (tune, strategy, ranks), cells in table.items():
-        known = [
+        memories = [
             cell.prediction.memory
             for cell in cells.values()
             if cell.prediction is not None
         ]
         reserved = "refused"
-        if known:
+        if memories:
             sizes = sorted(
-                {f"{memory.reserved_bytes / GIB:.1f}" for memory in known}, key=float
+                {f"{memory.reserved_bytes / GIB:.1f}" for memory in memories}, key=float
             )
             reserved = "–".join(dict.fromkeys([sizes[0], sizes[-1]]))
         host = (
-            f"{max(memory.host_bytes for memory in known) / GIB:.1f}" if known else ""
+            f"{max(memory.host_bytes for memory in memories) / GIB:.1f}"
+            if memories
+            else ""
         )
-        steps = " | ".join(text_of(cell) if known else "" for cell in cells.values())
+        steps = " | ".join(text_of(cell) if memories else "" for cell in cells.values())
         print(f"| {tune} | {strategy} | {ranks} | {reserved} | {host} | {steps} |")
 
 

@@ -136,13 +136,14 @@ def make_traces(names: Sequence[str], jobs: int) -> dict[str, Trace]:
         return dict(zip(names, pool.map(make, names, chunksize=1), strict=True))
 
 
-def named(words: Iterable[str]) -> list[str]:
+def select_rows(names: Iterable[str]) -> list[str]:
     """Rows of these names, or with one of these words first."""
     chosen = {
         name
-        for word in words
+        for name_or_strategy in names
         for name in NAMES
-        if name == word or (word not in NAMES and name.split()[0] == word)
+        if name == name_or_strategy
+        or (name_or_strategy not in NAMES and name.split()[0] == name_or_strategy)
     }
     return [name for name in NAMES if name in chosen]
 
@@ -262,14 +263,14 @@ def main() -> int:
         help="published layouts only, all or those named",
     )
     args = parser.parse_args()
-    if not all(map(named, ([word] for word in args.rows))):
+    if not all(map(select_rows, ([word] for word in args.rows))):
         parser.error(f"--rows must be of: {', '.join(NAMES)}")
     os.environ.update(tracing_environment())
     if args.errors is not None or args.searches is not None:
         return check_estimate(args.errors or 0, args.searches or 0, args.jobs)
     if args.layouts is not None:
         return check_layouts(args.layouts)
-    names = named(args.rows)
+    names = select_rows(args.rows)
     traced = [name for name in names if name in PUBLISHED]
     with progress(len(traced) + 1):
         rows = Rows(make_traces(traced, args.jobs))

@@ -20,13 +20,13 @@ MODEL = ["model=llama2_7b", "train.seq_len=2048", "parallel.param_dtype=bfloat16
 
 
 @functools.cache
-def composed_once(*words: str) -> Config:
+def composed_once(*overrides: str) -> Config:
     """Shared configuration, not to be changed in place."""
-    return compose_config(words)
+    return compose_config(overrides)
 
 
-def compose(words: Sequence[str]) -> Config:
-    return composed_once(*words)
+def compose(overrides: Sequence[str]) -> Config:
+    return composed_once(*overrides)
 
 
 HARDWARE = imagined_hardware(devices_per_node=8, memory_bytes=80 * GIB)
@@ -35,19 +35,19 @@ HARDWARE = imagined_hardware(devices_per_node=8, memory_bytes=80 * GIB)
 def formula(config: Config, hardware: Hardware, world_size: int) -> Prediction:
     """A prediction with the properties that a search relies on: memory that grows with the batch,
     time convex in it, and switches that trade one for the other."""
-    parallel, memory, train, model = (
-        config.parallel,
-        config.memory,
-        config.train,
-        config.model,
-    )
+    parallel = config.parallel
+    memory = config.memory
+    train = config.train
+    model = config.model
     parameters = 12 * model.n_layers * model.dim**2
     shards = (
         config.mesh.shard_ranks(world_size) if parallel.name.startswith("fsdp") else 1
     )
     full = memory.gradient_checkpointing is GradientCheckpointing.full
-    kept = {"none": 30, "selective": 12, "full": 2}[memory.gradient_checkpointing.value]
-    kept *= 0.3 if memory.activation_offload else 1
+    activations = {"none": 30, "selective": 12, "full": 2}[
+        memory.gradient_checkpointing.value
+    ]
+    activations *= 0.3 if memory.activation_offload else 1
     tokens = train.batch_size * train.seq_len // config.mesh.cp_size
     state = (
         {True: 4, False: 16}[memory.optimizer_offload]
@@ -66,7 +66,7 @@ def formula(config: Config, hardware: Hardware, world_size: int) -> Prediction:
         state
         + gathered
         + whole
-        + kept * tokens * model.dim * model.n_layers
+        + activations * tokens * model.dim * model.n_layers
         + logits
         + GIB
     )
@@ -121,17 +121,17 @@ def find_once(world_size: int, gib: float) -> SearchResult:
 
 
 def find(
-    words: Sequence[str],
+    overrides: Sequence[str],
     world_size: int = 8,
     gib: float = 80,
     space: Space = EVERYTHING,
     predict: Callable[..., Prediction] = formula,
     host_bytes: float | None = None,
 ) -> SearchResult:
-    base = compose(words)
+    base = compose(overrides)
     return search(
         base,
-        words,
+        overrides,
         HARDWARE,
         world_size,
         gib * GIB,

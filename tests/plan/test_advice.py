@@ -27,18 +27,18 @@ def advised(config: Config, gib: float, world_size: int = 8) -> list[tuple[str, 
 
 def test_advice_makes_a_run_fit_or_faster_when_composed() -> None:
     """Oracle: each piece of advice, typed, composed and predicted from scratch."""
-    for words, gib in (
+    for overrides, gib in (
         ([], 16.0),
         (["memory.gradient_checkpointing=full", "train.batch_size=2"], 80.0),
     ):
-        base = compose([*MODEL, *words])
+        base = compose([*MODEL, *overrides])
         before = formula(base, HARDWARE, 8)
         advice = advised(base, gib)
         assert advice and all(fits for _, fits in advice)
         speeds = []
         for text, _ in advice:
             after = formula(
-                compose_config([*MODEL, *words, *text.split()]), HARDWARE, 8
+                compose_config([*MODEL, *overrides, *text.split()]), HARDWARE, 8
             )
             assert after.memory.reserved_bytes <= gib * GIB
             speeds.append(after.tokens_per_second)

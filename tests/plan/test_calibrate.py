@@ -113,11 +113,9 @@ def test_runs_that_determine_all_rates_recover_them() -> None:
     result = calibrate(cases(*RUNS), H100, today=TODAY)
     for parameter in PARAMETERS:
         for field in parameter.fields:
-            found, true = (
-                getattr(result.hardware, field).value,
-                getattr(TRUTH, field).value,
-            )
-            assert found == pytest.approx(true, rel=0.02), field
+            fitted = getattr(result.hardware, field).value
+            true = getattr(TRUTH, field).value
+            assert fitted == pytest.approx(true, rel=0.02), field
     assert not result.unknown and all(
         abs(error(row, row.after_seconds)) < 0.01 for row in result.fitted
     )
@@ -207,7 +205,7 @@ def write_run(
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    words = [
+    overrides = [
         "model=llama_debug",
         "parallel=fsdp2",
         "experiment=null",
@@ -215,7 +213,7 @@ def config() -> Config:
     ]
     return compose_config(
         [
-            *words,
+            *overrides,
             "parallel.wrap=block_attn_mlp",
             "train.batch_size=3",
             "data=text",
@@ -246,16 +244,16 @@ def test_run_directory_is_read_with_synthetic_data(
 ) -> None:
     """Oracle: the written files; the median excludes the warm-up of two steps; the data becomes
     synthetic."""
-    run, made, seconds = read_run(
+    run, run_config, seconds = read_run(
         write_run(tmp_path / "run", config, [9.0, 9.0, 0.5, 0.7, 0.6])
     )
     assert (run.world_size, run.device_type, seconds) == (8, "cuda", 0.6)
-    read = made.to_dict()
+    read = run_config.to_dict()
     expected = config.to_dict() | {name: read[name] for name in ("data", "checkpoint")}
     expected["train"]["eval_every"] = 0
     expected["profile"]["enabled"] = False
-    assert read == expected and made.data.name == "synthetic"
-    made.validate(8, "cuda")
+    assert read == expected and run_config.data.name == "synthetic"
+    run_config.validate(8, "cuda")
 
 
 def test_command_prints_errors_and_writes_a_profile(
@@ -273,11 +271,12 @@ def test_command_prints_errors_and_writes_a_profile(
                 [9, 9, seconds],
             )
         )
-    out, page = tmp_path / "mine.yaml", io.StringIO()
-    words = [*map(str, runs), f"out={out}"]
-    assert calibrate_command(words, predict, Console(file=page, width=80)) == 0
-    made = load_hardware(str(out))
-    assert made.matmul_efficiency.value == pytest.approx(0.8 * 0.72, rel=0.01)
+    out = tmp_path / "mine.yaml"
+    page = io.StringIO()
+    overrides = [*map(str, runs), f"out={out}"]
+    assert calibrate_command(overrides, predict, Console(file=page, width=80)) == 0
+    calibrated = load_hardware(str(out))
+    assert calibrated.matmul_efficiency.value == pytest.approx(0.8 * 0.72, rel=0.01)
     assert re.search(
         r"run3 +0\.\d+ s +0\.\d+ s +-\d+\.\d% +0\.\d+ s +[+-]0\.\d%", page.getvalue()
     )
@@ -290,7 +289,7 @@ def test_command_prints_errors_and_writes_a_profile(
     with pytest.raises(
         ConfigError, match=r"mine.yaml must be a new YAML file; set out=mine_new"
     ):
-        calibrate_command(words, predict, Console(file=page))
+        calibrate_command(overrides, predict, Console(file=page))
 
 
 HARDWARE_FLAW = (
@@ -300,7 +299,7 @@ HARDWARE_FLAW = (
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         ([], "needs a run; write fsdptoys plan calibrate runs/NAME"),
         (
@@ -330,7 +329,7 @@ def test_mistakes_are_reported_in_one_sentence(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     config: Config,
-    words: list[str],
+    overrides: list[str],
     sentence: str,
 ) -> None:
     """Oracle: the expected messages."""
@@ -340,5 +339,5 @@ def test_mistakes_are_reported_in_one_sentence(
     write_run(tmp_path / "other", config, [1.0, 1.0, 1.0], device="Ascend910B3")
     write_run(tmp_path / "unknown", config, [1.0, 1.0, 1.0], device="Ascend910B4")
     with pytest.raises(ConfigError, match=sentence):
-        calibrate_command(words, predict, Console(file=io.StringIO()))
+        calibrate_command(overrides, predict, Console(file=io.StringIO()))
     assert isinstance(calibrate_runs([run], None, predict), Calibration)

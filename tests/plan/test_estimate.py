@@ -30,12 +30,14 @@ _hardware = functools.cache(load_hardware)
 
 
 @functools.cache
-def _config(*words: str, world_size: int = 8, hardware: str = "h100") -> Config:
-    return configured(words, world_size, _hardware(hardware).device_type)
+def _config(*overrides: str, world_size: int = 8, hardware: str = "h100") -> Config:
+    return configured(overrides, world_size, _hardware(hardware).device_type)
 
 
-def _predict(*words: str, world_size: int = 8, hardware: str = "h100") -> Prediction:
-    config = _config(*words, world_size=world_size, hardware=hardware)
+def _predict(
+    *overrides: str, world_size: int = 8, hardware: str = "h100"
+) -> Prediction:
+    config = _config(*overrides, world_size=world_size, hardware=hardware)
     return fast_estimate(config, _hardware(hardware), world_size)
 
 
@@ -45,7 +47,7 @@ def _parameters(config: Config) -> int:
 
 
 @pytest.mark.parametrize(
-    ("words", "world_size", "bytes_each", "ranks"),
+    ("overrides", "world_size", "bytes_each", "ranks"),
     [
         # Parameters 4, states 8, DDP's buckets 4; a copy that a cast forward makes lives until its
         # gradient is final.
@@ -93,18 +95,20 @@ def _parameters(config: Config) -> int:
     ],
 )
 def test_memory_at_the_end_of_a_step_matches_bytes_per_parameter(
-    words: tuple[str, ...], world_size: int, bytes_each: int, ranks: int
+    overrides: tuple[str, ...], world_size: int, bytes_each: int, ranks: int
 ) -> None:
     """Oracle: bytes per parameter by hand, over the ranks that share a copy, and the workspace of
     matmuls."""
-    words = ("model=llama2_7b", "model.n_layers=4", BF16, *words)
-    end = _predict(*words, world_size=world_size).memory.end_bytes
-    expected = _parameters(_config(*words, world_size=world_size)) * bytes_each / ranks
+    overrides = ("model=llama2_7b", "model.n_layers=4", BF16, *overrides)
+    end = _predict(*overrides, world_size=world_size).memory.end_bytes
+    expected = (
+        _parameters(_config(*overrides, world_size=world_size)) * bytes_each / ranks
+    )
     assert expected <= end <= expected + 0.08 * GIB
 
 
 @pytest.mark.parametrize(
-    ("words", "gib"),
+    ("overrides", "gib"),
     [
         ((), 9.48),
         pytest.param(("memory.optimizer_offload=true",), 3.20, marks=extended),
@@ -112,7 +116,7 @@ def test_memory_at_the_end_of_a_step_matches_bytes_per_parameter(
     ],
 )
 def test_memory_at_the_end_of_a_step_matches_the_published_table(
-    words: tuple[str, ...], gib: float
+    overrides: tuple[str, ...], gib: float
 ) -> None:
     """Oracle: the "allocated" column of the first FSDPToys README: Llama2-7B, 8 Ascend A2, chunked
     loss.
@@ -120,8 +124,8 @@ def test_memory_at_the_end_of_a_step_matches_the_published_table(
     It was read while the loss and a table of rotations were still alive, so up to 0.1 GiB more than
     ours.
     """
-    words = (*LLAMA, FULL, "memory.chunk_loss=true", *words)
-    end = _predict(*words, hardware="a2").memory.end_bytes / GIB
+    overrides = (*LLAMA, FULL, "memory.chunk_loss=true", *overrides)
+    end = _predict(*overrides, hardware="a2").memory.end_bytes / GIB
     assert gib - 0.1 < end < gib + 0.02
 
 
@@ -145,9 +149,9 @@ SAVINGS = [
 @pytest.mark.parametrize(("without", "with_"), SAVINGS)
 def test_each_memory_switch_saves_memory(without: str, with_: str) -> None:
     """Oracle: the purpose of each switch."""
-    words = ("model=llama3_8b", "model.n_layers=4", BF16, "train.seq_len=8192")
+    overrides = ("model=llama3_8b", "model.n_layers=4", BF16, "train.seq_len=8192")
     more, less = (
-        _predict(*words, *switches.split()).memory for switches in (without, with_)
+        _predict(*overrides, *switches.split()).memory for switches in (without, with_)
     )
     assert less.reserved_bytes < more.reserved_bytes
     assert less.peak_bytes <= more.peak_bytes
@@ -161,8 +165,8 @@ def test_collective_volumes_match_the_strategy() -> None:
     once = 2 * config.model.vocab_size * config.model.dim + config.model.dim
     hybrid = _predict(*LLAMA, "mesh.fsdp_size=8", world_size=32)
     moved = {
-        (each.collective, each.axis, each.group_size): each.bytes
-        for each in hybrid.time.volumes
+        (volume.collective, volume.axis, volume.group_size): volume.bytes
+        for volume in hybrid.time.volumes
     }
     assert moved["all_gather", "shard", 8] == pytest.approx(
         7 / 8 * 2 * (2 * total - once), rel=1e-6
@@ -181,20 +185,20 @@ def test_collective_volumes_match_the_strategy() -> None:
 def test_time_and_gathers_are_linear_in_micro_batches(grad_accum: int) -> None:
     """Oracle: middle micro-batches are equal, so time is linear, and gathers are counted once for
     each."""
-    words = ("model=llama3_1b", BF16, "train.seq_len=2048", "train.batch_size=4")
+    overrides = ("model=llama3_1b", BF16, "train.seq_len=2048", "train.batch_size=4")
 
     def predict(count: int) -> Prediction:
-        return _predict(*words, f"train.grad_accum={count}")
+        return _predict(*overrides, f"train.grad_accum={count}")
 
     step = (predict(7).time.step_seconds - predict(3).time.step_seconds) / 4
     prediction = predict(grad_accum)
     once, several = (
         next(
             volume.calls
-            for volume in each.time.volumes
+            for volume in result.time.volumes
             if volume.collective == "all_gather"
         )
-        for each in (predict(1), prediction)
+        for result in (predict(1), prediction)
     )
     assert several == grad_accum * once
     assert prediction.time.step_seconds == pytest.approx(
@@ -203,13 +207,14 @@ def test_time_and_gathers_are_linear_in_micro_batches(grad_accum: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [(), (FULL, "memory.optimizer_offload=true"), ("parallel=fsdp1", FULL)]
+    "overrides", [(), (FULL, "memory.optimizer_offload=true"), ("parallel=fsdp1", FULL)]
 )
-def test_parts_of_a_prediction_add_up(words: tuple[str, ...]) -> None:
+def test_parts_of_a_prediction_add_up(overrides: tuple[str, ...]) -> None:
     """Oracle: the step is busy or waits for one of three things; the peak is the sum of its
     categories."""
-    prediction = _predict(*LLAMA, *words)
-    time, memory = prediction.time, prediction.memory
+    prediction = _predict(*LLAMA, *overrides)
+    time = prediction.time
+    memory = prediction.memory
     waits = (
         time.exposed_communication_seconds
         + time.exposed_transfer_seconds
@@ -232,11 +237,11 @@ def test_kept_activations_of_a_llama_block(
     statistics, and of width F four, or three (gate, up, their product) with fused kernels."""
     kind = AttentionKind(kind)
     device_type = "npu" if kernels == "npu" else "cuda"
-    words = [
+    overrides = [
         f"kernels.{operation}={kernels or 'torch'}"
         for operation in ("rms_norm", "rotary", "swiglu")
     ]
-    config = configured([*LLAMA, "train.batch_size=1", *words], 8, device_type)
+    config = configured([*LLAMA, "train.batch_size=1", *overrides], 8, device_type)
     with torch.device("meta"):
         model = config.model.build()
     (block,) = {
@@ -248,8 +253,11 @@ def test_kept_activations_of_a_llama_block(
             live[event.block] = event.bytes
         elif isinstance(event, Free):
             live.pop(event.block, None)
-    kept = sum(live.values())
-    tokens, width, ffn_width, heads = 4096, 4096, 11008, 32
+    live_bytes = sum(live.values())
+    tokens = 4096
+    width = 4096
+    ffn_width = 11008
+    heads = 32
     # Two normalized inputs, q, k, v, attention's result, the stream twice: after attention and
     # after the block. The input is the previous block's. torch_npu's result is contiguous and kept
     # transposed, too.
@@ -257,23 +265,25 @@ def test_kept_activations_of_a_llama_block(
     statistics = tokens * heads * 4 * (16 if kind is AttentionKind.npu else 1)
     expected = wide + (3 if kernels else 4) * tokens * ffn_width * 2 + statistics
     if kernels or (kind.on_cuda and fuses_rms_norm()):
-        assert kept == pytest.approx(expected, rel=0.001)
+        assert live_bytes == pytest.approx(expected, rel=0.001)
     else:
-        assert kept > expected * 0.97  # normalization in parts keeps float32 copies
+        assert (
+            live_bytes > expected * 0.97
+        )  # normalization in parts keeps float32 copies
 
 
 def test_compiled_blocks_are_planned_with_fused_kernels() -> None:
     """Oracle: the same run in eager mode with these kernels."""
-    words = (*LLAMA, "model.n_layers=4")
-    compiled = _predict(*words, "train.compile=true")
-    fused = _predict(*words, "kernels.rotary=compiled", "kernels.swiglu=compiled")
+    overrides = (*LLAMA, "model.n_layers=4")
+    compiled = _predict(*overrides, "train.compile=true")
+    fused = _predict(*overrides, "kernels.rotary=compiled", "kernels.swiglu=compiled")
     assert compiled.memory == fused.memory and compiled.time == fused.time
-    unfused = _predict(*words, "kernels.rotary=torch", "kernels.swiglu=torch")
+    unfused = _predict(*overrides, "kernels.rotary=torch", "kernels.swiglu=torch")
     assert compiled.memory.peak_bytes < unfused.memory.peak_bytes
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         ("parallel=ddp",),
         pytest.param(("parallel=fsdp1",), marks=extended),
@@ -288,19 +298,21 @@ def test_compiled_blocks_are_planned_with_fused_kernels() -> None:
     ],
     ids=" ".join,
 )
-def test_layout_mode_is_planned_like_the_default_mode(words: tuple[str, ...]) -> None:
+def test_layout_mode_is_planned_like_the_default_mode(
+    overrides: tuple[str, ...],
+) -> None:
     """Oracle: the same run in the default mode, with the same kernels and optimizer, on a device
     that prefers deterministic attention; reductions in float64 take longer. And the caveat on
     float64 tensors."""
     small = ["model=llama_debug", "train.seq_len=512", "train.batch_size=1"]
-    small += ["optim.implementation=foreach", *words]
+    small += ["optim.implementation=foreach", *overrides]
 
     def predict(*more: str) -> Prediction:
         return fast_estimate(
             configured([*small, *more], 8, "cuda"), _hardware("a100"), 8
         )
 
-    split = ["train.slices=2"] if "mesh.tp_size=2" in words else []
+    split = ["train.slices=2"] if "mesh.tp_size=2" in overrides else []
     layout = predict("train.deterministic=layout", *split)
     expected = predict("kernels.rotary=torch", "kernels.swiglu=torch")
     assert layout.memory.peak_bytes == expected.memory.peak_bytes
@@ -312,7 +324,7 @@ def test_layout_mode_is_planned_like_the_default_mode(words: tuple[str, ...]) ->
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         ("model=qwen3_0.6b",),
         ("model=gpt2",),
@@ -324,10 +336,12 @@ def test_layout_mode_is_planned_like_the_default_mode(words: tuple[str, ...]) ->
         pytest.param(("model=llama3_1b", "mesh.fsdp_size=1"), marks=extended),
     ],
 )
-def test_every_parameter_has_a_gradient_in_one_segment(words: tuple[str, ...]) -> None:
-    """Oracle: the model's parameters, of which a tied one is in two segments; predictions are
+def test_every_parameter_has_a_gradient_in_one_segment(
+    overrides: tuple[str, ...],
+) -> None:
+    """Oracle: the model's parameters; a tied one is in two segments; predictions are
     positive and finite."""
-    config = _config(*words, BF16)
+    config = _config(*overrides, BF16)
     with torch.device("meta"):
         model = config.model.build()
     segments = segments_of(config, model, AttentionKind.flash)
@@ -353,7 +367,7 @@ def test_every_parameter_has_a_gradient_in_one_segment(words: tuple[str, ...]) -
 
 @pytest.mark.parametrize("strategy", [pytest.param("fsdp1", marks=extended), "fsdp2"])
 @pytest.mark.parametrize(
-    ("words", "units"),
+    ("overrides", "units"),
     [
         ("wrap_classes=[Linear]", 28),
         pytest.param("wrap_classes=[Attention,RMSNorm]", 13, marks=extended),
@@ -362,21 +376,21 @@ def test_every_parameter_has_a_gradient_in_one_segment(words: tuple[str, ...]) -
     ],
 )
 def test_units_by_class_and_by_size_are_gathered_twice_and_reduced_once(
-    words: str, units: int, strategy: str
+    overrides: str, units: int, strategy: str
 ) -> None:
     """Oracle: units of four blocks with tied embeddings by hand; the root is gathered once, and
     never before others.
 
     The peak holds the gathered root beside the shards of parameters and states.
     """
-    given = [
+    handed_on = [
         "model=llama3_1b",
         "model.n_layers=4",
         f"parallel={strategy}",
-        f"parallel.{words}",
+        f"parallel.{overrides}",
         "train.seq_len=128",
     ]
-    config = configured([*given, BF16], 8, "cuda")
+    config = configured([*handed_on, BF16], 8, "cuda")
     prediction = fast_estimate(config, _hardware("h100"), 8)
     calls = {
         volume.collective: volume.calls

@@ -1,4 +1,4 @@
-"""Traces of runs whose ranks share sequences or split experts against formulas, and estimates
+"""Traces of runs that share sequences or split experts against formulas, and estimates
 against traces."""
 
 from collections import Counter
@@ -22,7 +22,12 @@ from tests.harness.traced_runs import configured, live_bytes, of_step, traced, t
 
 BF16 = "parallel.param_dtype=bfloat16"
 extended = pytest.mark.extended
-LAYERS, DIM, HEADS, WIDTH, TOKENS, VOCAB = 2, 256, 8, 32, 512, 1024
+LAYERS = 2
+DIM = 256
+HEADS = 8
+WIDTH = 32
+TOKENS = 512
+VOCAB = 1024
 LLAMA = (
     "model=llama_debug", "parallel=fsdp2", BF16, "train.batch_size=1", f"train.seq_len={TOKENS}",
     "model.ffn_dim=512", f"model.n_layers={LAYERS}", f"model.dim={DIM}", f"model.n_heads={HEADS}",
@@ -33,7 +38,9 @@ CONTEXTS = {
     "gathered": ("mesh.cp_size=4", "parallel.context=gathered"),
     "ring": ("mesh.cp_size=4", "parallel.context=ring"),
 }
-EXPERTS, TOP_K, EXPERT_FFN = 8, 2, 64
+EXPERTS = 8
+TOP_K = 2
+EXPERT_FFN = 64
 MOE = (
     "model=qwen3_moe_debug", "parallel=fsdp2", BF16, "train.batch_size=1",
     f"train.seq_len={TOKENS}", f"model.n_layers={LAYERS}", f"model.dim={DIM}",
@@ -42,11 +49,11 @@ MOE = (
 
 
 def both(
-    words: Sequence[str], name: str = "h100", ranks: int = 8
+    overrides: Sequence[str], name: str = "h100", ranks: int = 8
 ) -> tuple[Prediction, Replay]:
     """An estimate of a run, and the replay of its full trace."""
     hardware = load_hardware(name)
-    config = configured(words, ranks, hardware.device_type)
+    config = configured(overrides, ranks, hardware.device_type)
     trace = traced_on(config, hardware, ranks)
     return fast_estimate(config, hardware, ranks), replay(
         trace, hardware, build_allocator(config.plan.allocator)
@@ -118,15 +125,15 @@ def test_ring_attention_passes_blocks_in_forward_and_backward_and_their_gradient
 def test_attention_of_a_rank_is_its_part_of_the_causal_half(form: str) -> None:
     """Oracle: the FLOPs of one rank with full sequences, over the ranks; FlashAttention takes no
     masks."""
-    words = [*LLAMA, "model.n_kv_heads=4"]
-    trace = traced([*words, *CONTEXTS[form]])
+    overrides = [*LLAMA, "model.n_kv_heads=4"]
+    trace = traced([*overrides, *CONTEXTS[form]])
     whole, part = (
         sum(
             event.flops
             for event in of_step(steps, Kernel)
             if event.kind is KernelKind.attention
         )
-        for steps in (traced(words), trace)
+        for steps in (traced(overrides), trace)
     )
     # Gathered: rank 0 has the first and the last of eight pieces, whose diagonal blocks count half.
     assert part == pytest.approx(whole / 4)
@@ -140,9 +147,9 @@ def test_attention_of_a_rank_is_its_part_of_the_causal_half(form: str) -> None:
 def test_activations_fall_with_the_ranks_that_share_a_sequence() -> None:
     """Oracle: a quarter of the tokens, and attention's result twice: as computed, and after the
     exchange."""
-    words = [*LLAMA, "model.n_kv_heads=4"]
+    overrides = [*LLAMA, "model.n_kv_heads=4"]
     whole, part = (
-        live_bytes(traced([*words, *more]), 2, "backward")
+        live_bytes(traced([*overrides, *more]), 2, "backward")
         for more in ((), ("mesh.cp_size=4",))
     )
     twice = LAYERS * TOKENS // 4 * DIM * 2
@@ -194,7 +201,7 @@ SELECTIVE, FULL = (
 
 
 @pytest.mark.parametrize(
-    ("words", "more"),
+    ("overrides", "more"),
     [
         (LLAMA, ("mesh.cp_size=4", "model.n_kv_heads=2")),
         (MOE, ("mesh.ep_size=4", "plan.expert_imbalance=2", FULL)),
@@ -228,10 +235,10 @@ SELECTIVE, FULL = (
     ],
 )
 def test_closed_form_has_the_memory_and_the_exchanges_of_the_trace(
-    words: tuple[str, ...], more: tuple[str, ...]
+    overrides: tuple[str, ...], more: tuple[str, ...]
 ) -> None:
     """Oracle: the trace of all layers."""
-    closed, result = both([*words, *more])
+    closed, result = both([*overrides, *more])
     assert closed.memory.peak_bytes == pytest.approx(
         result.memory().peak_bytes, rel=0.01
     )
@@ -250,7 +257,7 @@ def test_closed_form_has_the_memory_and_the_exchanges_of_the_trace(
         }
 
     assert moved(closed.time.volumes) == moved(result.volumes.values())
-    mesh = configured([*words, *more], 8, "cuda").mesh
+    mesh = configured([*overrides, *more], 8, "cuda").mesh
     assert closed.tokens_per_step == 8 // (mesh.cp_size * mesh.tp_size) * TOKENS
 
 
@@ -260,7 +267,8 @@ def test_split_features_gather_tokens_before_layers_and_scatter_sums_after_them(
     """Oracle: tokens of B·T·D in 16 bits, of two layers a block and the head or the embedding, in
     both directions."""
     trace = traced([*LLAMA, "model.n_kv_heads=4", "mesh.tp_size=4"])
-    tokens, times = TOKENS * DIM * 2, 2 * (2 * LAYERS + 1)
+    tokens = TOKENS * DIM * 2
+    times = 2 * (2 * LAYERS + 1)
     assert exchanged(trace, "tp", 4, "all_gather") == {tokens: times}
     assert exchanged(trace, "tp", 4, "reduce_scatter") == {tokens: times}
     reduced = exchanged(trace, "tp", 4, "all_reduce")
@@ -312,12 +320,14 @@ ROWS += [
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize(("name", "words"), ROWS)
-def test_closed_form_agrees_with_the_trace(name: str, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("name", "overrides"), ROWS)
+def test_closed_form_agrees_with_the_trace(
+    name: str, overrides: tuple[str, ...]
+) -> None:
     """Oracle: the real trainer, traced and replayed, within the 10% above which a disagreement is
     reported."""
     formula, replayed = both(
-        [*LLAMA_1B, BF16, *words], name, 1 if "parallel=single" in words else 8
+        [*LLAMA_1B, BF16, *overrides], name, 1 if "parallel=single" in overrides else 8
     )
     memory = replayed.memory()
     assert formula.memory.end_bytes == pytest.approx(memory.end_bytes, rel=0.01)
@@ -331,9 +341,9 @@ def test_closed_form_agrees_with_the_trace(name: str, words: tuple[str, ...]) ->
     for exchange in ("all_to_all", "broadcast"):  # of Muon's matrices
         of_formula, of_trace = (
             [
-                (each.axis, each.calls, each.bytes)
-                for each in time.volumes
-                if each.collective == exchange
+                (volume.axis, volume.calls, volume.bytes)
+                for volume in time.volumes
+                if volume.collective == exchange
             ]
             for time in (formula.time, replayed.time())
         )
@@ -348,8 +358,8 @@ def test_ddp_buckets_match_the_trace(dtype: str) -> None:
         [*LLAMA_1B, f"parallel.param_dtype={dtype}", "parallel=ddp"]
     )
     times = formula.time, replayed.time()
-    (ours,), (real,) = (
-        [each for each in time.volumes if each.axis == "world"] for time in times
+    (planned,), (real,) = (
+        [volume for volume in time.volumes if volume.axis == "world"] for time in times
     )
-    assert 0 <= real.calls - ours.calls <= 3
-    assert ours.bytes == pytest.approx(real.bytes, rel=1e-5)
+    assert 0 <= real.calls - planned.calls <= 3
+    assert planned.bytes == pytest.approx(real.bytes, rel=1e-5)

@@ -32,8 +32,10 @@ from tests.harness.plan_processes import in_fresh_process
 from tests.harness.traced_runs import configured, imagined_hardware, newer_torch, traced
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-FLASH, CUDNN = [SDPBackend.FLASH_ATTENTION], [SDPBackend.CUDNN_ATTENTION]
-BF16, FP32 = torch.bfloat16, torch.float32
+FLASH = [SDPBackend.FLASH_ATTENTION]
+CUDNN = [SDPBackend.CUDNN_ATTENTION]
+BF16 = torch.bfloat16
+FP32 = torch.float32
 
 
 class Names(TorchDispatchMode):
@@ -76,13 +78,13 @@ def test_plans_take_the_backend_that_pytorch_would(
     )
     with (
         replace_kernels(AttentionKind(kind)),
-        Names() as seen,
+        Names() as recorder,
         sdpa_kernel(backends) if backends else nullcontext(),
     ):
         F.scaled_dot_product_attention(
             query, key, value, is_causal=causal
         ).sum().backward()
-    fused = [name for name in seen.names if "_scaled_dot_product_" in name]
+    fused = [name for name in recorder.names if "_scaled_dot_product_" in name]
     assert fused == [
         f"aten::_scaled_dot_product_{expected}_attention{suffix}"
         for suffix in ("", "_backward")
@@ -90,7 +92,7 @@ def test_plans_take_the_backend_that_pytorch_would(
 
 
 @pytest.mark.parametrize(
-    ("hardware", "words", "expected"),
+    ("hardware", "overrides", "expected"),
     [
         ("h200", (), "cudnn" if TORCH >= PREFERS_CUDNN else "flash"),
         ("h200", ("train.deterministic=true",), "flash"),
@@ -98,13 +100,13 @@ def test_plans_take_the_backend_that_pytorch_would(
     ],
 )
 def test_deterministic_runs_take_flash_attention(
-    hardware: str, words: Sequence[str], expected: str
+    hardware: str, overrides: Sequence[str], expected: str
 ) -> None:
     """Oracle: ``check_cudnn_deterministic`` and ``check_prefer_cudnn_attention`` of
     ``cuda/sdp_utils.cpp``."""
     assert (
         attention_of(
-            compose_config(["experiment=null", *words]), load_hardware(hardware)
+            compose_config(["experiment=null", *overrides]), load_hardware(hardware)
         ).value
         == expected
     )
@@ -140,17 +142,20 @@ TRACED_STEPS = {
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
-        pytest.param(words, id=words, marks=pytest.mark.extended if number else ())
-        for number, words in enumerate(TRACED_STEPS)
+        pytest.param(
+            overrides, id=overrides, marks=pytest.mark.extended if number else ()
+        )
+        for number, overrides in enumerate(TRACED_STEPS)
     ],
 )
-def test_every_matrix_product_of_a_step_has_flops(words: str) -> None:
+def test_every_matrix_product_of_a_step_has_flops(overrides: str) -> None:
     """Oracle: the names of the operators; PyTorch's counter knows none of those that write into an
     argument."""
     trace = traced(
-        [*words.split(), "train.batch_size=1", "train.seq_len=128"], TRACED_STEPS[words]
+        [*overrides.split(), "train.batch_size=1", "train.seq_len=128"],
+        TRACED_STEPS[overrides],
     )
     kernels = [
         kernel
@@ -170,13 +175,14 @@ def test_every_matrix_product_of_a_step_has_flops(words: str) -> None:
 def test_closed_form_prices_attention_by_backend_and_head_width() -> None:
     """Oracle: the FLOPs of causal attention, 7 B·H·T²·K a layer in both passes, at cuDNN's rate for
     narrow heads."""
-    words = [
+    overrides = [
         "model=llama_debug",
         "parallel=single",
         "parallel.param_dtype=bfloat16",
         "train.seq_len=512",
     ]
-    config, hardware = configured(words, 1, "cuda"), load_hardware("h200")
+    config = configured(overrides, 1, "cuda")
+    hardware = load_hardware("h200")
     model = config.model
     flops = (
         7
@@ -222,7 +228,8 @@ def test_bytes_that_no_schema_shows_are_counted(
     assert kernel.bytes == read_and_written
 
 
-BLOCK, REST = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, 2 * 32000 * 4096 + 4096
+BLOCK = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+REST = 2 * 32000 * 4096 + 4096
 
 
 def of_phase(trace: Trace, phase: str) -> list[object]:

@@ -38,7 +38,9 @@ from tests.harness.full_trace import predict_in_full, trace_all
 from tests.harness.multi_rank_replay import replay_together
 from tests.harness.traced_runs import configured, imagined_hardware
 
-B, T, D = 1, 64, 64
+B = 1
+T = 64
+D = 64
 TINY = [
     "model=llama_debug",
     f"model.dim={D}",
@@ -59,12 +61,12 @@ pytestmark = [
 
 def config_of(schedule: str, *more: str) -> Config:
     ranks, count = SCHEDULES[schedule]
-    words = [
+    overrides = [
         f"parallel.schedule={schedule}",
         f"mesh.pp_size={ranks}",
         f"train.grad_accum={count}",
     ]
-    return configured([*TINY, *words, *more], ranks, "cuda")
+    return configured([*TINY, *overrides, *more], ranks, "cuda")
 
 
 def only_attention_takes_time(**values: float) -> Hardware:
@@ -80,32 +82,33 @@ def only_attention_takes_time(**values: float) -> Hardware:
 @functools.cache
 def replays() -> dict[str, tuple[Replay, ...]]:
     """All ranks of each schedule."""
-    made = only_attention_takes_time()
+    hardware = only_attention_takes_time()
     jobs = {
         name: [(config_of(name), rank) for rank in range(SCHEDULES[name][0])]
         for name in SCHEDULES
     }
-    found = {}
+    replays_of = {}
     for ranks in (4, 2):
         names = [name for name in SCHEDULES if SCHEDULES[name][0] == ranks]
         traces = iter(
-            trace_all([job for name in names for job in jobs[name]], made, ranks)
+            trace_all([job for name in names for job in jobs[name]], hardware, ranks)
         )
         for name in names:
             allocators = [
                 build_allocator(config_of(name).plan.allocator) for _ in range(ranks)
             ]
-            found[name] = replay_together(
-                [next(traces) for _ in range(ranks)], made, allocators
+            replays_of[name] = replay_together(
+                [next(traces) for _ in range(ranks)], hardware, allocators
             )
-    return found
+    return replays_of
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_bubbles_of_equal_stages_have_the_published_share(schedule: str) -> None:
     """Oracle: (p − 1) / (v·m + p − 1) of a step, with v stages on each of p ranks
     (arXiv:2104.04473, section 2.2)."""
-    (p, m), v = SCHEDULES[schedule], 2 if schedule == "interleaved" else 1
+    p, m = SCHEDULES[schedule]
+    v = 2 if schedule == "interleaved" else 1
     for replay in replays()[schedule]:
         time = replay.time()
         assert time.compute_seconds > 0
@@ -176,9 +179,9 @@ def test_a_message_waits_for_its_later_rank_and_takes_the_time_of_its_link() -> 
         messages(1, (0, False))._replace(stream=COMPUTE_STREAM),
         Mark(1, "end"),
     ]
-    found = replay_together([sender, receiver], hardware, two_allocators())
-    assert found[1].time().step_seconds == 5 + 2
-    assert found[1].time().exposed_communication_seconds == 2
+    replayed = replay_together([sender, receiver], hardware, two_allocators())
+    assert replayed[1].time().step_seconds == 5 + 2
+    assert replayed[1].time().exposed_communication_seconds == 2
     late = Trace(
         [
             Mark(1, "forward"),
@@ -186,9 +189,9 @@ def test_a_message_waits_for_its_later_rank_and_takes_the_time_of_its_link() -> 
             Mark(1, "end"),
         ]
     )
-    found = replay_together([sender, late], hardware, two_allocators())
-    assert found[1].time().stage_seconds == 2
-    assert found[1].time().step_seconds == 2 + 2
+    replayed = replay_together([sender, late], hardware, two_allocators())
+    assert replayed[1].time().stage_seconds == 2
+    assert replayed[1].time().step_seconds == 2 + 2
 
 
 def test_ranks_that_wait_for_one_another_are_reported() -> None:
@@ -229,15 +232,21 @@ def test_messages_leave_a_node_between_ranks_of_different_nodes(
 @pytest.mark.extended
 def test_extrapolated_micro_batches_agree_with_all_of_them() -> None:
     """Oracle: a trace of all twelve micro-batches."""
-    words = ("model.n_layers=2", "parallel.schedule=1f1b", "train.grad_accum=12")
-    config, hardware = config_of("interleaved", *words), load_hardware("h100")
-    found, full = predict(config, hardware, 2), predict_in_full(config, hardware, 2)
-    assert found.memory.peak_bytes == pytest.approx(full.memory.peak_bytes, rel=0.05)
-    assert found.memory.reserved_bytes == pytest.approx(
+    overrides = ("model.n_layers=2", "parallel.schedule=1f1b", "train.grad_accum=12")
+    config = config_of("interleaved", *overrides)
+    hardware = load_hardware("h100")
+    prediction = predict(config, hardware, 2)
+    full = predict_in_full(config, hardware, 2)
+    assert prediction.memory.peak_bytes == pytest.approx(
+        full.memory.peak_bytes, rel=0.05
+    )
+    assert prediction.memory.reserved_bytes == pytest.approx(
         full.memory.reserved_bytes, rel=0.08
     )
-    assert found.time.step_seconds == pytest.approx(full.time.step_seconds, rel=0.08)
-    for one, other in zip(found.stages, full.stages, strict=True):
+    assert prediction.time.step_seconds == pytest.approx(
+        full.time.step_seconds, rel=0.08
+    )
+    for one, other in zip(prediction.stages, full.stages, strict=True):
         assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.12)
 
 
@@ -299,7 +308,8 @@ each_run = pytest.mark.parametrize(
 def both(name: str) -> tuple[Config, Prediction, Prediction]:
     """An estimate of a run, and what full traces of all its ranks say."""
     ranks, *more = RUNS[name]
-    config, hardware = configured([*WORDS, *more], ranks, "cuda"), load_hardware("h100")
+    config = configured([*WORDS, *more], ranks, "cuda")
+    hardware = load_hardware("h100")
     return (
         config,
         fast_estimate(config, hardware, ranks),
@@ -319,17 +329,21 @@ def test_estimate_of_a_pipeline_agrees_with_the_traces_of_its_ranks(name: str) -
         traced.memory.reserved_bytes, rel=0.08
     )
     assert closed.time.step_seconds == pytest.approx(traced.time.step_seconds, rel=0.08)
-    for mine, theirs in zip(closed.stages, traced.stages, strict=True):
-        assert mine.layers == theirs.layers
-        assert mine.compute_seconds == pytest.approx(theirs.compute_seconds, rel=0.05)
-        assert mine.peak_bytes == pytest.approx(theirs.peak_bytes, rel=0.12)
+    for stage, full_stage in zip(closed.stages, traced.stages, strict=True):
+        assert stage.layers == full_stage.layers
+        assert stage.compute_seconds == pytest.approx(
+            full_stage.compute_seconds, rel=0.05
+        )
+        assert stage.peak_bytes == pytest.approx(full_stage.peak_bytes, rel=0.12)
 
 
 @each_run
 def test_parts_of_a_prediction_add_up_and_survive_json(name: str) -> None:
     """Oracle: the definitions of the fields."""
     prediction = both(name)[1]
-    time, memory, stages = prediction.time, prediction.memory, prediction.stages
+    time = prediction.time
+    memory = prediction.memory
+    stages = prediction.stages
     waits = (
         time.exposed_communication_seconds
         + time.exposed_transfer_seconds
@@ -357,13 +371,13 @@ def test_a_plan_prints_its_pipeline_ranks() -> None:
     console = Console(file=io.StringIO(), width=80)
     print_prediction(config, prediction, load_hardware("h100"), 2**30, [], console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    for words in (
+    for overrides in (
         "layers over 2",
         "2,048 tokens x 4 micro-batches per 2 ranks",
         "Pipeline ranks",
         "waiting for",
     ):
-        assert words in text, text
+        assert overrides in text, text
     for stage in prediction.stages:
         assert f" {stage.layers} " in text
 
@@ -372,14 +386,15 @@ def test_a_plan_prints_its_pipeline_ranks() -> None:
 def test_a_prediction_does_not_depend_on_those_before_it() -> None:
     """Oracle: the same again; a pipeline's first stage had as many ranks, and Muon asks for their
     group."""
-    hardware, ranks = load_hardware("h100"), 7  # no other test has as many
+    hardware = load_hardware("h100")
+    ranks = 7  # no other test has as many
     fast_estimate(
         configured([*WORDS, "mesh.pp_size=2"], 2 * ranks, "cuda"), hardware, 2 * ranks
     )
     muon = configured([*WORDS, "optim=muon"], ranks, "cuda")
-    found = fast_estimate(muon, hardware, ranks)
+    estimate_after_others = fast_estimate(muon, hardware, ranks)
     estimate.TRACED.clear()
-    assert fast_estimate(muon, hardware, ranks) == found
+    assert fast_estimate(muon, hardware, ranks) == estimate_after_others
 
 
 @pytest.mark.extended
@@ -387,22 +402,24 @@ def test_a_prediction_does_not_depend_on_those_before_it() -> None:
 def test_zero_bubble_is_predicted_within_the_stated_bounds() -> None:
     """Oracle: the traces of its ranks; the caveat says that time is an upper bound and memory a
     lower one."""
-    words = [
+    overrides = [
         *WORDS,
         "mesh.pp_size=2",
         "parallel.schedule=zero_bubble",
         "train.grad_accum=4",
     ]
-    config, hardware = configured(words, 4, "cuda"), load_hardware("h100")
-    found, full = predict(config, hardware, 4), predict_in_full(config, hardware, 4)
+    config = configured(overrides, 4, "cuda")
+    hardware = load_hardware("h100")
+    prediction = predict(config, hardware, 4)
+    full = predict_in_full(config, hardware, 4)
     assert (
         full.memory.peak_bytes * 0.7
-        < found.memory.peak_bytes
+        < prediction.memory.peak_bytes
         < full.memory.peak_bytes * 1.05
     )
     assert (
         full.time.step_seconds * 0.95
-        < found.time.step_seconds
+        < prediction.time.step_seconds
         < full.time.step_seconds * 1.3
     )
     assert (

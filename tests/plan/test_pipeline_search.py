@@ -20,7 +20,8 @@ from fsdptoys.plan.search.switches import (
     validate_switches,
 )
 
-ONE_BY_ONE, INTERLEAVED = PipelineSchedule("1f1b"), PipelineSchedule.interleaved
+ONE_BY_ONE = PipelineSchedule("1f1b")
+INTERLEAVED = PipelineSchedule.interleaved
 WORDS = [
     "model=llama3_1b",
     "model.tie_embeddings=false",
@@ -41,7 +42,7 @@ pytestmark = [
 
 
 @functools.cache
-def found() -> SearchResult:
+def search_result() -> SearchResult:
     """A search on two nodes that varies the shard axis and stages."""
     fixed = [
         "mesh.cp_size=1",
@@ -59,10 +60,10 @@ def found() -> SearchResult:
         "memory.chunk_loss=true",
         "train.batch_size=1",
     ]
-    words = [*WORDS, *fixed, "parallel.param_dtype=bfloat16"]
+    overrides = [*WORDS, *fixed, "parallel.param_dtype=bfloat16"]
     return search(
-        compose_config(words),
-        words,
+        compose_config(overrides),
+        overrides,
         load_hardware("h100"),
         16,
         64 * 2**30,
@@ -74,7 +75,9 @@ def found() -> SearchResult:
 def test_a_search_on_several_nodes_tries_stages_with_both_schedules() -> None:
     """Oracle: the settings of the predicted candidates, which validate, and have eight
     micro-batches for each stage."""
-    configs = [one.config for one in found().candidates if one.config.mesh.pp_size > 1]
+    configs = [
+        one.config for one in search_result().candidates if one.config.mesh.pp_size > 1
+    ]
     assert {one.parallel.schedule for one in configs} == {ONE_BY_ONE, INTERLEAVED}  # type: ignore[attr-defined]
     assert {one.mesh.pp_size for one in configs} == {2}  # as many as nodes
     names = {label(config) for config in configs}
@@ -90,19 +93,24 @@ def test_a_search_on_several_nodes_tries_stages_with_both_schedules() -> None:
 def test_stages_count_as_one_setting_of_the_best() -> None:
     """Oracle: the number of micro-batches follows from that of stages, so that nothing else
     differs."""
-    result = found()
+    result = search_result()
     settings = {
-        each.setting.partition("=")[0]
-        for each in effects(result.best, result.candidates, result.over)
+        effect.setting.partition("=")[0]
+        for effect in effects(result.best, result.candidates, result.over)
     }
     assert "mesh.pp_size" in settings and "train.grad_accum" not in settings
 
 
 def test_typed_stages_stay() -> None:
-    """Oracle: the command line, whose keys no combination has."""
-    words = [*WORDS, "mesh.pp_size=2", "train.grad_accum=4", "parallel.schedule=1f1b"]
+    """Oracle: the command line; no combination has its keys."""
+    overrides = [
+        *WORDS,
+        "mesh.pp_size=2",
+        "train.grad_accum=4",
+        "parallel.schedule=1f1b",
+    ]
     combinations = Combinations(
-        compose_config(words), fixed_keys(words), EVERYTHING, 16, 8
+        compose_config(overrides), fixed_keys(overrides), EVERYTHING, 16, 8
     )
     seed = next(combinations.all())
     for changes in (seed, *combinations.neighbors(seed, 1, faster=True)):

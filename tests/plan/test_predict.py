@@ -26,14 +26,14 @@ LAYOUT = "train.deterministic=layout"
 COMPILED = "{rms_norm=compiled, rotary=compiled, swiglu=compiled}"
 
 
-def composed(*words: str, device_type: str = "cuda", world_size: int = 8) -> Config:
-    config = compose_config(["experiment=null", *words])
+def composed(*overrides: str, device_type: str = "cuda", world_size: int = 8) -> Config:
+    config = compose_config(["experiment=null", *overrides])
     config.validate(world_size, device_type)
     return config
 
 
 @pytest.mark.parametrize(
-    "words, predicted",
+    "overrides, predicted",
     [
         (["plan.hardware=cpu"], True),
         (["plan.predict=false"], False),
@@ -43,14 +43,17 @@ def composed(*words: str, device_type: str = "cuda", world_size: int = 8) -> Con
     ],
 )
 def test_run_is_predicted_on_known_devices_only(
-    words: list[str], predicted: bool
+    overrides: list[str], predicted: bool
 ) -> None:
     """Oracle: the table, and the prediction on that profile."""
-    config = composed(*words, device_type="cpu", world_size=2)
-    found = estimate_run(config, 2)
-    assert (found is not None) == predicted
-    if found is not None:
-        assert found == (predict(config, load_hardware("cpu"), 2), load_hardware("cpu"))
+    config = composed(*overrides, device_type="cpu", world_size=2)
+    estimate = estimate_run(config, 2)
+    assert (estimate is not None) == predicted
+    if estimate is not None:
+        assert estimate == (
+            predict(config, load_hardware("cpu"), 2),
+            load_hardware("cpu"),
+        )
 
 
 def test_segment_kind_changes_reserved_memory() -> None:
@@ -68,7 +71,7 @@ def test_segment_kind_changes_reserved_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    "words, ranks",
+    "overrides, ranks",
     [
         (["plan.world_size=48"], 48),
         ([], 8),
@@ -78,10 +81,10 @@ def test_segment_kind_changes_reserved_memory() -> None:
     ],
 )
 def test_world_size_defaults_to_the_ranks_of_one_node(
-    words: list[str], ranks: int
+    overrides: list[str], ranks: int
 ) -> None:
     """Oracle: the table, for machines of eight devices."""
-    config = compose_config(["experiment=null", "plan.hardware=h100", *words])
+    config = compose_config(["experiment=null", "plan.hardware=h100", *overrides])
     assert world_size_of(config, hardware_of(config)) == ranks
 
 
@@ -95,7 +98,7 @@ ONE_BY_ONE = "experts are assumed to be one matmul, but are multiplied one by on
 
 
 @pytest.mark.parametrize(
-    ("hardware", "words", "ranks", "expected"),
+    ("hardware", "overrides", "ranks", "expected"),
     [
         ("h100", ("mesh.fsdp_size=8",), 1024, "time beyond 128 ranks is not validated"),
         (
@@ -162,22 +165,22 @@ ONE_BY_ONE = "experts are assumed to be one matmul, but are multiplied one by on
     ],
 )
 def test_caveats_are_reported_only_where_they_apply(
-    hardware: str, words: tuple[str, ...], ranks: int, expected: str
+    hardware: str, overrides: tuple[str, ...], ranks: int, expected: str
 ) -> None:
     """Oracle: the expected message is there; without the setting it is not."""
     profile = load_hardware(hardware)
-    found = caveats(
-        composed(*words, device_type=profile.device_type, world_size=ranks),
+    sentences = caveats(
+        composed(*overrides, device_type=profile.device_type, world_size=ranks),
         profile,
         ranks,
     )
-    assert sum(sentence.startswith(expected) for sentence in found) == 1
+    assert sum(sentence.startswith(expected) for sentence in sentences) == 1
     plain_words = {ONE_BY_ONE: (MOE, BF16), CUDNN: (BF16, "kernels.attention=flash")}
     for plain in ((), plain_words.get(expected, ())):
-        sentences = caveats(
+        plain_sentences = caveats(
             composed(*plain, device_type=profile.device_type), profile, 8
         )
-        assert not any(sentence.startswith(expected) for sentence in sentences)
+        assert not any(sentence.startswith(expected) for sentence in plain_sentences)
 
 
 @pytest.mark.parametrize(
@@ -204,16 +207,16 @@ def test_caveats_are_reported_only_where_they_apply(
 def test_caveat_names_the_errors_of_a_profiles_times(name: str, band: str) -> None:
     """Oracle: the tables of benchmarks/plan.md and gpu_planned.md; runs exist for three
     profiles."""
-    (found,) = [
+    (caveat,) = [
         sentence
         for sentence in caveats(composed(), load_hardware(name), 8)
         if band in sentence
     ]
-    assert found.startswith(f"plan.hardware={name} assumes")
+    assert caveat.startswith(f"plan.hardware={name} assumes")
 
 
 @pytest.mark.parametrize(
-    "words, world_size, size",
+    "overrides, world_size, size",
     [
         ([], 16, 8),
         ([], 12, 6),
@@ -223,11 +226,11 @@ def test_caveat_names_the_errors_of_a_profiles_times(name: str, band: str) -> No
     ],
 )
 def test_node_fsdp_size_uses_the_devices_of_the_hardware_profile(
-    words: list[str], world_size: int, size: int
+    overrides: list[str], world_size: int, size: int
 ) -> None:
     """Oracle: the table, for machines of up to eight."""
     config = compose_config(
-        ["experiment=null", "plan.hardware=h100", "mesh.fsdp_size=node", *words]
+        ["experiment=null", "plan.hardware=h100", "mesh.fsdp_size=node", *overrides]
     )
     validate_switches(
         config,
@@ -239,7 +242,7 @@ def test_node_fsdp_size_uses_the_devices_of_the_hardware_profile(
 
 
 @pytest.mark.parametrize(
-    "words, depths",
+    "overrides, depths",
     [
         (["model=llama2_7b"], [8, 12]),
         (["model=llama3_405b"], [8, 23]),
@@ -261,10 +264,10 @@ def test_node_fsdp_size_uses_the_devices_of_the_hardware_profile(
     ],
 )
 def test_traced_depths_differ_by_full_periods_of_the_model(
-    words: list[str], depths: list[int]
+    overrides: list[str], depths: list[int]
 ) -> None:
     """Oracle: the table; the last depth and the model's differ by full periods."""
-    config = compose_config(words)
+    config = compose_config(overrides)
     with torch.device("meta"):
         assert depths_of(config, config.model.build(), 8) == depths
 

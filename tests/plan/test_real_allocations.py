@@ -152,20 +152,23 @@ def runs_for_real(
     """On every rank: run each case and return the profiler's records."""
     grouped.choose_product("cpu", torch.float32)  # probes matmuls on the first call
     return {
-        name: run_for_real(words_of(words), world_size) for name, words in cases.items()
+        name: run_for_real(words_of(overrides), world_size)
+        for name, overrides in cases.items()
     }
 
 
 def words_of(case: tuple[str, ...]) -> list[str]:
     """The full configuration of a case."""
     model = (
-        [] if any(word.startswith("model=") for word in case) else ["model=llama_debug"]
+        []
+        if any(override.startswith("model=") for override in case)
+        else ["model=llama_debug"]
     )
     return [*RUN, *model, *case]
 
 
-def run_for_real(words: list[str], world_size: int) -> Seen:
-    trainer = Trainer(configured(words, world_size, "cpu"), Device("cpu"))
+def run_for_real(overrides: list[str], world_size: int) -> Seen:
+    trainer = Trainer(configured(overrides, world_size, "cpu"), Device("cpu"))
     marks: list[Phase] = []
     allocations: dict[Phase, list[Allocation]] = defaultdict(list)
     live_at_end: dict[int, list[Allocation]] = {}
@@ -202,18 +205,20 @@ def run_for_real(words: list[str], world_size: int) -> Seen:
 def allocation_events(profiled: Any) -> list[tuple[int, int, tuple[str, ...]]]:
     """Bytes (negative where they are freed), address and surrounding operators of all blocks, in
     order."""
-    found: list[tuple[int, int, int, tuple[str, ...]]] = []
+    allocations: list[tuple[int, int, int, tuple[str, ...]]] = []
 
     def walk(event: Any, operators: tuple[str, ...]) -> None:
         if event.typed[0].name == "Allocation":
             block = event.typed[1]
-            found.append((event.start_time_ns, block.alloc_size, block.ptr, operators))
+            allocations.append(
+                (event.start_time_ns, block.alloc_size, block.ptr, operators)
+            )
         for child in event.children:
             walk(child, (*operators, event.name))
 
     for root in profiled.profiler.kineto_results.experimental_event_tree():
         walk(root, ())
-    return [event[1:] for event in sorted(found, key=lambda event: event[0])]
+    return [event[1:] for event in sorted(allocations, key=lambda event: event[0])]
 
 
 def allocations_of(
@@ -247,8 +252,10 @@ def allocations_of(
 def real_runs(group: str) -> dict[str, Seen]:
     """All cases of a group, on its first rank."""
     world_size, cases = GROUPS[group]
-    seen: dict[str, Seen] = run_ranks(world_size, runs_for_real, cases, world_size)[0]
-    return seen
+    blocks_by_case: dict[str, Seen] = run_ranks(
+        world_size, runs_for_real, cases, world_size
+    )[0]
+    return blocks_by_case
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -270,9 +277,9 @@ def test_trace_has_the_allocations_of_a_real_run_in_order(
 ) -> None:
     """Oracle: PyTorch's profiler on a real run (see the top of this page)."""
     world_size, cases = GROUPS[group]
-    words = cases[case]
+    overrides = cases[case]
     real, real_live = real_runs(group)[case]
-    trace, trace_live = allocations_of(traced(words_of(words), world_size, "cpu"))
+    trace, trace_live = allocations_of(traced(words_of(overrides), world_size, "cpu"))
     smallest = 8192 if case == "chunked loss" else SMALLEST
     compared = 0
     for step in (1, 2):
@@ -290,9 +297,12 @@ def test_trace_has_the_allocations_of_a_real_run_in_order(
                     for count in met
                     if count < len(expected) and expected[count] == size
                 } | left
-                wanted = [expected[count] for count in met if count < len(expected)]
+                expected_bytes = [
+                    expected[count] for count in met if count < len(expected)
+                ]
                 assert now, (
-                    f"{case}, step {step}, {phase}: {size} B in {operators}, a trace {wanted} B"
+                    f"{case}, step {step}, {phase}: {size} B in {operators}, a trace "
+                    f"{expected_bytes} B"
                 )
                 met = now
             alone = expected[max(met) :]

@@ -57,12 +57,12 @@ SWITCHES: dict[str, Iterable[Any]] = {
 
 
 def brute_force(
-    words: Sequence[str], world_size: int, gib: float
+    overrides: Sequence[str], world_size: int, gib: float
 ) -> list[tuple[float, int, str]]:
     """Tokens a second, reserved bytes and traits of each combination of ``SMALL`` that fits, by
     nested loops."""
-    base = compose(words)
-    found = []
+    base = compose(overrides)
+    fitting = []
     for values in itertools.product(*SWITCHES.values()):
         changes = dict(zip(SWITCHES, values, strict=True))
         if changes["parallel"] == "ddp":
@@ -88,14 +88,14 @@ def brute_force(
         validate_switches(config, world_size, "cuda")
         prediction = formula(config, HARDWARE, world_size)
         if prediction.memory.reserved_bytes <= gib * GIB:
-            found.append(
+            fitting.append(
                 (
                     prediction.tokens_per_second,
                     prediction.memory.reserved_bytes,
                     label(config),
                 )
             )
-    return found
+    return fitting
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -127,15 +127,18 @@ def test_candidates_are_ranked_by_speed_then_number_of_switches() -> None:
     remaining one tie."""
     ranked = find_once(64, 40).candidates
     assert all(one.reserved_bytes <= 40 * GIB for one in ranked)
-    remaining, place = list(ranked), 0
+    remaining = list(ranked)
+    position = 0
     while remaining:
-        place += 1
+        position += 1
         fastest = max(one.tokens_per_second for one in remaining)
         ties = [one for one in remaining if 1.01 * one.tokens_per_second >= fastest]
-        assert remaining[: len(ties)] == ties and {one.place for one in ties} == {place}
+        assert remaining[: len(ties)] == ties and {one.position for one in ties} == {
+            position
+        }
         assert [one.switches for one in ties] == sorted(one.switches for one in ties)
         remaining = remaining[len(ties) :]
-    assert place > 10
+    assert position > 10
 
 
 def test_switches_without_effect_are_off() -> None:
@@ -154,7 +157,7 @@ def test_switches_without_effect_are_off() -> None:
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
-    "typed",
+    "fixed",
     [
         ["train.batch_size=3", "parallel=fsdp1", FULL],
         ["memory.cpu_offload=true", "memory.cpu_offload_executor=overlapped"],
@@ -173,37 +176,39 @@ def test_switches_without_effect_are_off() -> None:
     ],
 )
 def test_typed_overrides_stay_fixed_and_compose_to_the_candidate(
-    typed: list[str],
+    fixed: list[str],
 ) -> None:
     """Oracle: Hydra composing the overrides from scratch, then validating as a run does; in the
     full space and in one without some of the typed alternatives."""
-    words = [*typed, *MODEL, "plan.world_size=16"]
-    base = compose(words)
-    result = find(words, 16, 200)
-    for candidate in (result.best, find(words, 16, 200, SENSIBLE).best):
-        for word in typed:
-            key = word.partition("=")[0]
+    overrides = [*fixed, *MODEL, "plan.world_size=16"]
+    base = compose(overrides)
+    result = find(overrides, 16, 200)
+    for candidate in (result.best, find(overrides, 16, 200, SENSIBLE).best):
+        for override in fixed:
+            key = override.partition("=")[0]
             if "." in key or key == "parallel":
                 assert read(candidate.config, key) == read(base, key)
-        composed = compose_config([*list(candidate.words), "plan.world_size=16"])
+        composed = compose_config([*list(candidate.overrides), "plan.world_size=16"])
         composed.validate(16, "cuda")
         assert composed == candidate.config
-        assert not any(word.startswith("plan.") for word in list(candidate.words))
+        assert not any(
+            override.startswith("plan.") for override in list(candidate.overrides)
+        )
 
 
 @pytest.mark.usefixtures("unmeasured")
 def test_settings_of_an_experiment_are_varied() -> None:
     """Oracle: Hydra; naming an experiment fixes none of its settings."""
-    words = ["experiment=llama2_7b", "train.seq_len=2048"]
-    result = find(words, 512, 79)
+    overrides = ["experiment=llama2_7b", "train.seq_len=2048"]
+    result = find(overrides, 512, 79)
     assert (
         result.best.config.memory.gradient_checkpointing is GradientCheckpointing.none
     )
-    assert "memory.gradient_checkpointing=none" in list(result.best.words)
+    assert "memory.gradient_checkpointing=none" in list(result.best.overrides)
 
 
 @pytest.mark.parametrize(
-    ("words", "world_size", "gib", "sentence"),
+    ("overrides", "world_size", "gib", "sentence"),
     [
         (
             ["parallel=fsdp2", "memory.cpu_offload=false", "train.batch_size=4"],
@@ -229,30 +234,35 @@ def test_settings_of_an_experiment_are_varied() -> None:
     ],
 )
 def test_failed_search_gives_the_reason(
-    words: list[str], world_size: int, gib: float, sentence: str
+    overrides: list[str], world_size: int, gib: float, sentence: str
 ) -> None:
     """Oracle: the exact message."""
-    typed = [
-        *words,
+    all_overrides = [
+        *overrides,
         *(
-            word
-            for word in MODEL
-            if not word.startswith(tuple(w.partition("=")[0] for w in words))
+            override
+            for override in MODEL
+            if not override.startswith(tuple(w.partition("=")[0] for w in overrides))
         ),
     ]
     with pytest.raises(ConfigError, match=sentence):
-        find(typed, world_size, gib)
+        find(all_overrides, world_size, gib)
 
 
 def test_advised_number_of_ranks_is_sufficient() -> None:
     """Oracle: the search on that many ranks."""
-    words = [*MODEL, "parallel=fsdp2", "memory.cpu_offload=false", "train.batch_size=1"]
+    overrides = [
+        *MODEL,
+        "parallel=fsdp2",
+        "memory.cpu_offload=false",
+        "train.batch_size=1",
+    ]
     with pytest.raises(ConfigError) as caught:
-        find(words, 2, 9)
+        find(overrides, 2, 9)
     ranks = int(str(caught.value).rpartition("plan.world_size=")[2].split()[0])
-    assert find(words, ranks, 9).candidates
+    assert find(overrides, ranks, 9).candidates
     with pytest.raises(ConfigError):
-        find(words, ranks // 2, 9)
+        find(overrides, ranks // 2, 9)
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -282,10 +292,8 @@ def test_frontier_is_the_set_of_undominated_points() -> None:
     chosen = frontier(points)
 
     def beats(one: Candidate, other: Candidate) -> bool:
-        a, b = (
-            (one.reserved_bytes, -one.tokens_per_second),
-            (other.reserved_bytes, -other.tokens_per_second),
-        )
+        a = (one.reserved_bytes, -one.tokens_per_second)
+        b = (other.reserved_bytes, -other.tokens_per_second)
         return a[0] <= b[0] and a[1] <= b[1] and a != b
 
     unbeaten = {
@@ -311,18 +319,18 @@ def test_largest_fitting_preset_has_composable_overrides() -> None:
         "llama3_70b",
         "gpt2",
     ]
-    words = ["experiment=llama2_7b", "train.steps=5"]
+    overrides = ["experiment=llama2_7b", "train.steps=5"]
     presets = compose_presets(names)
 
     def largest(among: list[str], gib: float) -> Candidate:
         chosen = [preset for preset in presets if preset.name in among]
         return largest_preset(
-            chosen, compose(words), words, HARDWARE, 8, gib * GIB, formula
+            chosen, compose(overrides), overrides, HARDWARE, 8, gib * GIB, formula
         )
 
     for gib in (30, 15):
         candidate = largest(names, gib)
-        composed = compose_config(list(candidate.words))
+        composed = compose_config(list(candidate.overrides))
         composed.validate(8, "cuda")
         assert composed == candidate.config
         assert composed.train.steps == 5
@@ -342,24 +350,26 @@ def test_largest_fitting_preset_has_composable_overrides() -> None:
 
 def test_files_of_memory_and_mesh_on_the_command_line_fix_all_their_keys() -> None:
     """Oracle: the switches of the found combinations, which are those of the files."""
-    words = ["memory=lean", "mesh=node"]
-    found = fixed_keys([*words, "parallel=fsdp2"])
+    overrides = ["memory=lean", "mesh=node"]
+    keys = fixed_keys([*overrides, "parallel=fsdp2"])
     assert {
         "memory.chunk_loss",
         "memory.cpu_offload",
         "mesh.fsdp_size",
         "parallel",
-    } <= found
-    assert "parallel.wrap" not in found and "memory.chunk_loss" not in fixed_keys(
+    } <= keys
+    assert "parallel.wrap" not in keys and "memory.chunk_loss" not in fixed_keys(
         ["memory.cpu_offload=true"]
     )
-    made = [candidate.config for candidate in find([*MODEL, *words], 16, 80).candidates]
-    assert made and all(
+    configs = [
+        candidate.config for candidate in find([*MODEL, *overrides], 16, 80).candidates
+    ]
+    assert configs and all(
         one.memory.chunk_loss and one.memory.checkpoints and one.mesh.fsdp_size == 8
-        for one in made
+        for one in configs
     )
     assert not any(
-        one.memory.cpu_offload or one.memory.optimizer_offload for one in made
+        one.memory.cpu_offload or one.memory.optimizer_offload for one in configs
     )
 
 
@@ -372,13 +382,13 @@ def test_sequences_are_shared_where_one_does_not_fit(
 ) -> None:
     """Oracle: the formula with every switch that saves memory, by the number of ranks that share a
     sequence."""
-    words = [
+    overrides = [
         *MODEL,
         "model.max_seq_len=131072",
         "train.seq_len=131072",
         "parallel=fsdp2",
     ]
-    found = find([*words, "memory.optimizer_offload=true"], 8, gib)
+    result = find([*overrides, "memory.optimizer_offload=true"], 8, gib)
     least = {
         "memory.gradient_checkpointing": GradientCheckpointing.full,
         "memory.activation_offload": True,
@@ -388,15 +398,15 @@ def test_sequences_are_shared_where_one_does_not_fit(
     fitting = set()
     for size in (1, 2, 4, 8):
         config = vary(
-            compose([*words, "memory.optimizer_offload=true"]),
+            compose([*overrides, "memory.optimizer_offload=true"]),
             least | {"mesh.cp_size": size},
         )
         if formula(config, HARDWARE, 8).memory.reserved_bytes <= gib * GIB:
             fitting.add(size)
-    assert {one.config.mesh.cp_size for one in found.candidates} == fitting == sizes
+    assert {one.config.mesh.cp_size for one in result.candidates} == fitting == sizes
     assert (
-        f"mesh.cp_size={found.best.config.mesh.cp_size}" in found.best.words
-        or found.best.config.mesh.cp_size == 1
+        f"mesh.cp_size={result.best.config.mesh.cp_size}" in result.best.overrides
+        or result.best.config.mesh.cp_size == 1
     )
 
 
@@ -404,12 +414,12 @@ def test_sequences_are_shared_where_one_does_not_fit(
 def test_effects_are_those_of_one_setting_of_the_best() -> None:
     """Oracle: the formula of the best combination with that setting's other value."""
     result = find_once(8, 40)
-    found = effects(result.best, result.candidates, result.over)
-    assert len({effect.setting.partition("=")[0] for effect in found}) > 3 and not all(
-        effect.fits for effect in found
-    )
+    effects_of_best = effects(result.best, result.candidates, result.over)
+    assert len(
+        {effect.setting.partition("=")[0] for effect in effects_of_best}
+    ) > 3 and not all(effect.fits for effect in effects_of_best)
     best = result.best.prediction
-    for effect in found:
+    for effect in effects_of_best:
         key = effect.setting.partition("=")[0]
         other = next(
             one

@@ -195,9 +195,9 @@ def search_result(config: Config) -> SearchResult:
     closed = dataclasses.replace(PREDICTION, method="estimated")
 
     def candidate(
-        config: Config, more: tuple[str, ...], gib: float, tokens: int, place: int
+        config: Config, more: tuple[str, ...], gib: float, tokens: int, position: int
     ) -> Candidate:
-        host = closed.memory.host_bytes if place == 1 else 0
+        host = closed.memory.host_bytes if position == 1 else 0
         memory = dataclasses.replace(
             closed.memory, reserved_bytes=int(gib * GIB), host_bytes=host
         )
@@ -208,7 +208,12 @@ def search_result(config: Config) -> SearchResult:
             model_flops_per_step=2e14 * tokens / 65536,
         )
         return Candidate(
-            (*WORDS, *more), config, prediction, len(more), {"place": place}, place
+            (*WORDS, *more),
+            config,
+            prediction,
+            len(more),
+            {"position": position},
+            position,
         )
 
     small = ("parallel=fsdp1", "parallel.wrap=block_attn_mlp", *LEAN)
@@ -218,7 +223,11 @@ def search_result(config: Config) -> SearchResult:
         config, train=dataclasses.replace(config.train, batch_size=1)
     )
     second = candidate(
-        one, tuple(word for word in HYBRID if "batch" not in word), 12, 32768, 2
+        one,
+        tuple(override for override in HYBRID if "batch" not in override),
+        12,
+        32768,
+        2,
     )
     third = candidate(compose_config([*WORDS, *small]), small, 6, 16384, 3)
     over = candidate(config, HYBRID, 90, 70000, 0)
@@ -239,7 +248,7 @@ def test_search_is_printed_word_for_word(config: Config) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "words", "more"),
+    ("ranks", "overrides", "more"),
     [
         (16, (), "launch.nnodes=2 launch.rdzv_endpoint=HOST:29400"),
         (16, ("launch.nnodes=2", "launch.rdzv_endpoint=a:1"), ""),
@@ -254,15 +263,15 @@ def test_search_is_printed_word_for_word(config: Config) -> None:
     ],
 )
 def test_printed_command_starts_the_predicted_number_of_ranks(
-    config: Config, ranks: int, words: tuple[str, ...], more: str
+    config: Config, ranks: int, overrides: tuple[str, ...], more: str
 ) -> None:
     """Oracle: computed by hand, for machines of eight devices; typed settings are not repeated."""
     prediction = dataclasses.replace(PREDICTION, world_size=ranks)
-    candidate = Candidate((*WORDS, *words), config, prediction, 0)
+    candidate = Candidate((*WORDS, *overrides), config, prediction, 0)
     line = printed(
         lambda console: print_command(candidate, HARDWARE, console)
     ).splitlines()[-1]
-    assert line == " ".join(["bash run_fsdp.sh", *WORDS, *words, *more.split()])
+    assert line == " ".join(["bash run_fsdp.sh", *WORDS, *overrides, *more.split()])
 
 
 def test_search_and_advice_serialize_to_json(config: Config) -> None:

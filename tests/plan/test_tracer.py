@@ -31,16 +31,14 @@ from fsdptoys.plan.trace.op_costs import fuses_rms_norm
 from tests.harness.traced_runs import live_bytes, of_step, traced
 
 BF16 = "parallel.param_dtype=bfloat16"
-DIM, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, TOKENS = (
-    256,
-    3,
-    4,
-    2,
-    64,
-    512,
-    1024,
-    512,
-)
+DIM = 256
+LAYERS = 3
+HEADS = 4
+KV_HEADS = 2
+HEAD_DIM = 64
+FFN = 512
+VOCAB = 1024
+TOKENS = 512
 LLAMA = (
     "model=llama_debug", f"model.dim={DIM}", f"model.n_layers={LAYERS}", f"model.n_heads={HEADS}",
     f"model.n_kv_heads={KV_HEADS}", f"model.ffn_dim={FFN}", f"model.vocab_size={VOCAB}",
@@ -56,7 +54,7 @@ PARAMETERS = LAYERS * BLOCK + 2 * VOCAB * DIM + DIM
 
 
 @pytest.mark.parametrize(
-    ("words", "shards", "bytes_each"),
+    ("overrides", "shards", "bytes_each"),
     [
         (("parallel=fsdp2",), 8, ADAMW_BYTES),
         pytest.param(("parallel=fsdp2", "mesh.fsdp_size=2"), 2, ADAMW_BYTES, marks=extended),
@@ -77,11 +75,11 @@ PARAMETERS = LAYERS * BLOCK + 2 * VOCAB * DIM + DIM
     ],
 )  # fmt: skip
 def test_memory_at_the_end_of_a_step_is_the_sharded_state(
-    words: tuple[str, ...], shards: int, bytes_each: dict[Category, int]
+    overrides: tuple[str, ...], shards: int, bytes_each: dict[Category, int]
 ) -> None:
     """Oracle: parameters divided by the ranks that share them, times the bytes of each thing that
     stays (ZeRO)."""
-    trace = traced([*LLAMA, BF16, *words])
+    trace = traced([*LLAMA, BF16, *overrides])
     live = live_bytes(trace, 2, "end")
     for category in (
         Category.parameters,
@@ -94,10 +92,10 @@ def test_memory_at_the_end_of_a_step_is_the_sharded_state(
     # The rest: the table of rotations, and the step's own few numbers.
     assert (
         sum(live.values())
-        - sum(PARAMETERS // shards * each for each in bytes_each.values())
+        - sum(PARAMETERS // shards * size for size in bytes_each.values())
         < 16384
     )
-    offloaded = 12 - sum(bytes_each.values()) if "offload" in " ".join(words) else 0
+    offloaded = 12 - sum(bytes_each.values()) if "offload" in " ".join(overrides) else 0
     assert trace.host_bytes == pytest.approx(
         PARAMETERS // shards * offloaded, rel=0.6, abs=20_000
     )
@@ -110,9 +108,11 @@ def test_memory_at_the_end_of_a_step_is_the_sharded_state(
 def test_collective_volumes_match_zero_3(strategy: str, param_bytes: int) -> None:
     """Oracle: blocks and embedding are gathered twice except FSDP2's embedding, the head once; all
     reduced once."""
-    words = [BF16] if param_bytes == 2 else []
+    overrides = [BF16] if param_bytes == 2 else []
     moved: Counter[tuple[str, str]] = Counter()
-    for event in of_step(traced([*LLAMA, f"parallel={strategy}", *words]), Collective):
+    for event in of_step(
+        traced([*LLAMA, f"parallel={strategy}", *overrides]), Collective
+    ):
         moved[event.name, event.axis] += event.bytes
         assert event.group_size == 8 and event.group_stride == 1
     embedding = VOCAB * DIM
@@ -129,8 +129,10 @@ def test_collective_volumes_match_zero_3(strategy: str, param_bytes: int) -> Non
 def test_replicas_all_reduce_each_shard() -> None:
     """Oracle: with two shards on eight ranks, four replicas two ranks apart reduce half of the
     gradients."""
-    found = of_step(traced([*LLAMA, "parallel=fsdp2", "mesh.fsdp_size=2"]), Collective)
-    reduced = [event for event in found if event.axis == "replicate"]
+    collectives = of_step(
+        traced([*LLAMA, "parallel=fsdp2", "mesh.fsdp_size=2"]), Collective
+    )
+    reduced = [event for event in collectives if event.axis == "replicate"]
     assert {
         (event.name, event.group_size, event.group_stride) for event in reduced
     } == {("all_reduce", 4, 2)}
@@ -188,19 +190,21 @@ def test_ddp_all_reduces_concurrently_with_the_backward() -> None:
     )
     last = max(index for index, event in enumerate(trace.events) if event in reduced)
     before_update = trace.events[last : trace.events.index(Mark(2, "optimizer"))]
-    done = {
+    finished_events = {
         event.event
         for event in before_update
         if isinstance(event, RecordEvent) and event.stream != 0
     }
     assert any(
-        isinstance(event, WaitEvent) and event.stream == 0 and event.event in done
+        isinstance(event, WaitEvent)
+        and event.stream == 0
+        and event.event in finished_events
         for event in before_update
     )
 
 
 @pytest.mark.parametrize(
-    ("device_type", "words", "operator", "row_bytes"),
+    ("device_type", "overrides", "operator", "row_bytes"),
     [
         (
             "cuda",
@@ -218,11 +222,11 @@ def test_ddp_all_reduces_concurrently_with_the_backward() -> None:
     ],
 )
 def test_attention_saves_its_output_and_statistics(
-    device_type: str, words: tuple[str, ...], operator: str, row_bytes: int
+    device_type: str, overrides: tuple[str, ...], operator: str, row_bytes: int
 ) -> None:
     """Oracle: a head's row of the result, and the float32 statistics that each library documents;
     2·B·H·T²·K FLOPs."""
-    trace = traced([*LLAMA, "parallel=fsdp2", *words], device_type=device_type)
+    trace = traced([*LLAMA, "parallel=fsdp2", *overrides], device_type=device_type)
     at = next(
         i
         for i, e in enumerate(trace.events)
@@ -236,12 +240,12 @@ def test_attention_saves_its_output_and_statistics(
         if not isinstance(event, Alloc):
             break
         results.append(event)
-    kept = [
+    activations = [
         event
         for event in results
         if trace.categories.get(event.block, event.category) is Category.activations
     ]
-    assert sum(event.bytes for event in kept) == pytest.approx(
+    assert sum(event.bytes for event in activations) == pytest.approx(
         HEADS * TOKENS * row_bytes, abs=64
     )
 
@@ -278,10 +282,14 @@ def test_chosen_kernels_are_traced(
     chosen = dict.fromkeys(plain, "torch") | dict(
         kernel.split("=") for kernel in kernels if "=" in kernel
     )
-    words = [f"kernels.{operation}={kernel}" for operation, kernel in chosen.items()]
-    trace = traced([*LLAMA, "parallel=fsdp2", BF16, *words], device_type=device_type)
+    overrides = [
+        f"kernels.{operation}={kernel}" for operation, kernel in chosen.items()
+    ]
+    trace = traced(
+        [*LLAMA, "parallel=fsdp2", BF16, *overrides], device_type=device_type
+    )
     counts = Counter(event.name for event in of_step(trace, Kernel))
-    found = {
+    calls_by_operator = {
         name.removeprefix("planned::"): count
         for name, count in counts.items()
         if name.startswith("planned::") and not name.endswith("_backward")
@@ -289,17 +297,17 @@ def test_chosen_kernels_are_traced(
     expected = {
         name: count * LAYERS + (name == "rms_norm") for name, count in calls.items()
     }
-    assert found == expected
+    assert calls_by_operator == expected
 
 
 def test_npu_layers_share_one_attention_mask() -> None:
     """Oracle: 2048 x 2048 booleans once, besides the rotary frequencies; PyTorch's function needs
     one per layer."""
-    for words, masks in (((), 1), (("kernels.attention=torch",), 0)):
-        trace = traced([*LLAMA, "parallel=fsdp2", BF16, *words], device_type="npu")
+    for overrides, masks in (((), 1), (("kernels.attention=torch",), 0)):
+        trace = traced([*LLAMA, "parallel=fsdp2", BF16, *overrides], device_type="npu")
         assert live_bytes(trace, 2, "end")[Category.buffers] // 2048**2 == masks
-        kept = live_bytes(trace, 2, "backward")[Category.activations]
-        assert (kept > LAYERS * 2048**2) == (masks == 0)
+        activations = live_bytes(trace, 2, "backward")[Category.activations]
+        assert (activations > LAYERS * 2048**2) == (masks == 0)
 
 
 def test_flops_of_a_traced_step_match_the_model() -> None:
@@ -320,7 +328,7 @@ def test_flops_of_a_traced_step_match_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         ("model=qwen3_moe_debug", "parallel=fsdp1", "model.router_aux_loss_coef=0.1"),
         ("model=llama4_debug", BF16, "memory.gradient_checkpointing=selective"),
@@ -328,7 +336,7 @@ def test_flops_of_a_traced_step_match_the_model() -> None:
         ("model=qwen3_debug", "parallel=fsdp1", "memory.cpu_offload=true", BF16,
          "train.grad_accum=2"),
         ("model=llama_debug", "train.deterministic=true", "optim=sgd", "train.max_grad_norm=null"),
-        *(pytest.param(words, marks=extended) for words in (
+        *(pytest.param(overrides, marks=extended) for overrides in (
             ("model=qwen3_moe_debug", BF16),
             ("model=llama_debug", "memory.cpu_offload=true",
              "memory.cpu_offload_executor=overlapped", BF16),
@@ -341,16 +349,16 @@ def test_flops_of_a_traced_step_match_the_model() -> None:
     ],
 )  # fmt: skip
 def test_traces_of_families_and_switches_complete_and_repeat(
-    words: tuple[str, ...],
+    overrides: tuple[str, ...],
 ) -> None:
     """Oracle: the trace itself: blocks are freed once, and as much is left after the second step as
     after the first."""
     strategy = (
         ()
-        if any(word.startswith("parallel=") for word in words)
+        if any(override.startswith("parallel=") for override in overrides)
         else ("parallel=fsdp2",)
     )
-    trace = traced([*words, *strategy])
+    trace = traced([*overrides, *strategy])
     assert trace.events[-1] == Mark(2, "end")
     begun = {event.block for event in trace.events if isinstance(event, Alloc)}
     ended = [event.block for event in trace.events if isinstance(event, Free)]
@@ -427,9 +435,9 @@ def test_chunks_are_those_of_fsdp2(
     tensor = torch.arange(math.prod(shape)).view(shape)
     expected = _fsdp_param._chunk_with_empty(tensor, count, dim)
     chunks = Chunks(tensor, count, dim)
-    for place, chunk in enumerate(expected):
-        assert torch.equal(chunks[place], chunk)
-        assert chunks[place].stride() == chunk.stride()
+    for index, chunk in enumerate(expected):
+        assert torch.equal(chunks[index], chunk)
+        assert chunks[index].stride() == chunk.stride()
 
 
 @pytest.mark.parametrize("size", [0, 3, MANY, 3 * MANY, 3 * MANY + 1])
@@ -439,10 +447,8 @@ def test_one_chunk_stands_for_all_of_its_size(size: int, count: int) -> None:
     tensors."""
     with FakeTensorMode(), torch.no_grad():
         tensor = torch.empty(5, size, 2)
-        expected, chunks = (
-            torch.chunk(tensor, count, 1),
-            repeating_chunks(torch.chunk)(tensor, count, 1),
-        )
+        expected = torch.chunk(tensor, count, 1)
+        chunks = repeating_chunks(torch.chunk)(tensor, count, 1)
     assert [(chunk.shape, chunk.stride()) for chunk in chunks] == [
         (chunk.shape, chunk.stride()) for chunk in expected
     ]

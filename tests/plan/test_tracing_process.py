@@ -27,7 +27,7 @@ OUT_OF_HOST_MEMORY = (
 
 def test_autograd_and_torch_npu_prevent_forks_that_trace() -> None:
     """Oracle: a process that has computed nothing can fork. With torch_npu, which takes the fake
-    device's place, it cannot; nor after a backward, whose threads a fork lacks."""
+    device's place, it cannot; nor after a backward, as a fork lacks its threads."""
     assert in_fresh_process(_can_fork) == (True, False, False)
 
 
@@ -55,12 +55,13 @@ def test_lost_tracing_process_is_reported_and_replaced(
     number: int, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the full message; the next prediction has the numbers of the one before the loss."""
-    words = (
+    overrides = (
         *WORDS,
         "train.seq_len=4096",
         f"optim.beta1=0.{number}",
     )  # not traced by others
-    config, hardware = configured(words, 8, "cuda"), load_hardware("h100")
+    config = configured(overrides, 8, "cuda")
+    hardware = load_hardware("h100")
     before = fast_estimate(config, hardware, 8)
     estimate.TRACED.clear()
     process = tracing_process.start_tracing("cuda")[0].process

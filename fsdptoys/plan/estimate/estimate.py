@@ -3,8 +3,8 @@ of a device.
 
 The contents of a model's units are traced once on the meta device and cached (``unit_traces``). The
 order of a step, with a strategy's gathers, reductions, offload and optimizer, is that of a
-skeleton: the trainer's own steps over a model of few layers whose forwards compute nothing
-(``skeleton``). It serves all batches, lengths, losses and kernels. The contents are inserted into
+skeleton: the trainer's own steps over a model of few layers with empty forwards (``skeleton``). It
+serves all batches, lengths, losses and kernels. The contents are inserted into
 it (``splice``). Two depths are extrapolated to all layers. Not covered: tensors that depend on
 data; the balance of routers.
 """
@@ -69,13 +69,14 @@ MICRO_BATCHES = 3  # Most micro-batches of a skeleton: the first, one between, t
 
 def fast_estimate(config: Config, hardware: Hardware, world_size: int) -> Prediction:
     """Predict one rank's memory and time for a validated configuration."""
-    train, mesh = config.train, config.mesh
+    train = config.train
+    mesh = config.mesh
     tracing_process.start_tracing(DEVICE_TYPES[attention_of(config, hardware)])
     replays = functools.partial(_replays, config, hardware, world_size)
     stages: tuple[StagePrediction, ...] = ()
     with _without_collection():
         if mesh.pp_size > 1:
-            model = _built(_model_key(config), Uncached(config))
+            model = _build_model(_model_key(config), Uncached(config))
             turn = math.lcm(layers_in_turn(model), config.memory.checkpointing_every)
             memory, time, stages = predict_pipeline(
                 config, replays, (2 * turn, 3 * turn)
@@ -113,7 +114,9 @@ def _of_one_rank(
     n_layers = config.model.n_layers
     is_fsdp1 = isinstance(config.parallel, FSDP1Config)
     least = LEAST_LAYERS_FSDP1 if is_fsdp1 else LEAST_LAYERS
-    depths = depths_of(config, _built(_model_key(config), Uncached(config)), least)
+    depths = depths_of(
+        config, _build_model(_model_key(config), Uncached(config)), least
+    )
     micro_batches = config.train.grad_accum * getattr(
         config.parallel, "simulated_ranks", 1
     )
@@ -124,10 +127,12 @@ def _of_one_rank(
     )
     results = []
     for count in counts:
-        each = replays([Part(depth, count) for depth in depths])
-        result = each[-1]
-        if len(each) > 1:
-            result = extrapolate(each[0], result, (depths[0], depths[1]), n_layers)
+        results_by_depth = replays([Part(depth, count) for depth in depths])
+        result = results_by_depth[-1]
+        if len(results_by_depth) > 1:
+            result = extrapolate(
+                results_by_depth[0], result, (depths[0], depths[1]), n_layers
+            )
         results.append(result)
     time = results[-1].time()
     if len(results) > 1:
@@ -141,13 +146,15 @@ def _replays(
     config: Config, hardware: Hardware, world_size: int, parts: Sequence[Part]
 ) -> list[Replay]:
     """Replay two steps of each part; all parts have equally many pipeline ranks."""
-    memory, attention = config.memory, attention_of(config, hardware)
+    memory = config.memory
+    attention = attention_of(config, hardware)
     offloads = (
         memory.activation_offload
         and memory.gradient_checkpointing is not GradientCheckpointing.none
     )
     axes = config.parallel.axes(world_size, config.mesh)
-    contents, requests = [], []
+    contents = []
+    requests = []
     world_size = world_size // config.mesh.pp_size * parts[0].ranks
     for part in parts:
         deep = dataclasses.replace(
@@ -160,7 +167,7 @@ def _replays(
         if isinstance(config.parallel, SingleConfig):
             # In turn, as micro-batches
             deep.parallel = dataclasses.replace(config.parallel, simulated_ranks=1)
-        model = _built(_model_key(deep), Uncached(deep), axes.ep, axes.tp)
+        model = _build_model(_model_key(deep), Uncached(deep), axes.ep, axes.tp)
         sparse = axes.ep > 1 or (
             axes.tp > 1
             and any(isinstance(module, Experts) for module in model.modules())
@@ -261,7 +268,7 @@ def _model_key(config: Config) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _built(
+def _build_model(
     key: str, config: Uncached[Config], experts_over: int = 1, features_over: int = 1
 ) -> DecoderModel:
     """A model on the meta device, with one rank's share of the experts and of each layer's
@@ -303,4 +310,4 @@ class _Exchange(ExpertExchange):
 
 @functools.lru_cache(maxsize=256)
 def _flops(key: str, seq_len: int, config: Uncached[Config]) -> float:
-    return _built(key, config).flops_per_token(seq_len)
+    return _build_model(key, config).flops_per_token(seq_len)

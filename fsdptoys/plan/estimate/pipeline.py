@@ -7,7 +7,7 @@ in flight, and the time of each further one of the step. With gpipe, all are in 
 and two pipelines of two ranks give the same. The number in flight, and the bubble, follow from the
 schedule's order and the time of each stage.
 
-zero_bubble is taken as interleaved, whose waits are longer, with the logits of all micro-batches,
+zero_bubble is taken as interleaved, with longer waits, and with the logits of all micro-batches,
 which its last stage keeps. Not covered: gradients of weights that fill waits; times of messages in
 waits.
 """
@@ -62,7 +62,7 @@ Replays = Callable[[Sequence[Part]], list[Replay]]
 
 
 class _Traced:
-    """The first and the last rank of two short pipelines, of which every number is extrapolated.
+    """The first and the last rank of two short pipelines. Every number is extrapolated.
 
     Args:
         replays: replays skeletons of pipelines with equally many ranks.
@@ -78,26 +78,27 @@ class _Traced:
         schedule: PipelineSchedule,
         count: int,
     ) -> None:
-        self.depths, self.count = depths, count
+        self.depths = depths
+        self.count = count
         self.all_at_once = schedule is PipelineSchedule.gpipe
         kind = schedule if self.all_at_once else PipelineSchedule("1f1b")
         lengths = (2, 2) if self.all_at_once else (2, 3)
         self.in_flight = (3, 4) if self.all_at_once else lengths
         """Micro-batches in flight on the first rank."""
         self.counts = (3, 4)
-        self._found: list[dict[tuple[bool, int], Replay]] = []
+        self._pipelines: list[dict[tuple[bool, int], Replay]] = []
         for length, micro_batches in zip(lengths, self.counts, strict=True):
-            places = [(depth, rank) for depth in depths for rank in (0, length - 1)]
-            made = replays(
+            cases = [(depth, rank) for depth in depths for rank in (0, length - 1)]
+            results = replays(
                 [
                     Part(length * depth, micro_batches, length, rank, kind)
-                    for depth, rank in places
+                    for depth, rank in cases
                 ]
             )
-            self._found.append(
+            self._pipelines.append(
                 {
-                    (rank > 0, depth): each
-                    for (depth, rank), each in zip(places, made, strict=True)
+                    (rank > 0, depth): result
+                    for (depth, rank), result in zip(cases, results, strict=True)
                 }
             )
 
@@ -106,9 +107,9 @@ class _Traced:
         shallow, deep = self.depths
         few, more = (
             extrapolate(
-                each[is_last, shallow], each[is_last, deep], self.depths, layers
+                pipeline[is_last, shallow], pipeline[is_last, deep], self.depths, layers
             )
-            for each in self._found
+            for pipeline in self._pipelines
         )
         return few, more
 
@@ -130,13 +131,13 @@ class _Traced:
 
     def time(self, layers: int, is_last: bool = False) -> TimePrediction:
         """A step without waits for other ranks."""
-        few, more = (each.time() for each in self.pair(layers, is_last))
+        few, more = (replay.time() for replay in self.pair(layers, is_last))
         return extrapolate(few, more, self.counts, self.count)
 
     def seconds(self, layers: int, is_last: bool = False) -> float:
         """Time of a micro-batch, without waits for the host, which goes on while a rank waits for
         others."""
-        few, more = (each.time() for each in self.pair(layers, is_last))
+        few, more = (replay.time() for replay in self.pair(layers, is_last))
         return (
             more.step_seconds
             - more.host_seconds
@@ -150,22 +151,23 @@ def predict_pipeline(
     """Memory of the rank that reserves most, time of the busiest, and both of every rank; arguments
     as ``_Traced``."""
     assert isinstance(config.parallel, FSDP2Config)
-    ranks, count, schedule = (
-        config.mesh.pp_size,
-        config.train.grad_accum,
-        config.parallel.schedule,
-    )
+    ranks = config.mesh.pp_size
+    count = config.train.grad_accum
+    schedule = config.parallel.schedule
     keeps_logits = schedule is PipelineSchedule.zero_bubble
     schedule = PipelineSchedule.interleaved if keeps_logits else schedule
     traced = _Traced(replays, depths, schedule, count)
     stages = stages_of(config)
     orders = [list(order_of(schedule, ranks, rank, count)) for rank in range(ranks)]
-    table, no_layers = _table(traced.memory(0, 1)[0], config.parallel), traced.time(0)
+    table = _table(traced.memory(0, 1)[0], config.parallel)
+    no_layers = traced.time(0)
     message_bytes = _message_bytes(config)
-    memories, times = [], []
+    memories = []
+    times = []
     for rank, order in enumerate(orders):
         own = stages[rank::ranks]
-        layers, is_last = sum(stage.size for stage in own), rank == ranks - 1
+        layers = sum(stage.size for stage in own)
+        is_last = rank == ranks - 1
         memory, received = traced.memory(
             layers, most_in_flight(order, stages) / layers, is_last
         )
@@ -178,7 +180,7 @@ def predict_pipeline(
             Category.exchange_buffers: round((messages - received) * message_bytes)
         }
         if 0 < rank < ranks - 1:
-            changes |= {each: -size for each, size in table.items()}
+            changes |= {category: -size for category, size in table.items()}
             time = _without(time, no_layers)
         if keeps_logits and is_last and not config.memory.chunk_loss:
             changes |= {Category.logits: (count - 1) * _logit_bytes(config)}
@@ -186,11 +188,14 @@ def predict_pipeline(
         times.append(time)
     seconds = _stage_seconds(config, traced, stages)
     makespan = duration(orders, seconds)
-    busy = [sum(map(sum, seconds[rank::ranks])) * count for rank in range(ranks)]
-    waits = [makespan - each for each in busy]
-    wait, time = min(zip(waits, times, strict=True), key=lambda each: each[0])
+    waits = [
+        makespan - sum(map(sum, seconds[rank::ranks])) * count for rank in range(ranks)
+    ]
+    busiest = waits.index(min(waits))
+    wait = waits[busiest]
+    time = times[busiest]
     on_device = time.step_seconds - time.host_seconds + wait
-    step = max(on_device, *(each.step_seconds for each in times))
+    step = max(on_device, *(other.step_seconds for other in times))
     time = dataclasses.replace(
         time, step_seconds=step, stage_seconds=wait, host_seconds=step - on_device
     )
@@ -202,14 +207,14 @@ def predict_pipeline(
             layers_of_ranks(config), memories, times, waits, strict=True
         )
     ]
-    return max(memories, key=lambda each: each.reserved_bytes), time, tuple(parts)
+    return max(memories, key=lambda memory: memory.reserved_bytes), time, tuple(parts)
 
 
 def layers_of_ranks(config: Config) -> list[str]:
     """Layers of each rank of a pipeline, such as ``0-3, 8-11``."""
     names = [
-        f"{each.first}-{each.end - 1}" if each.size > 1 else str(each.first)
-        for each in stages_of(config)
+        f"{stage.first}-{stage.end - 1}" if stage.size > 1 else str(stage.first)
+        for stage in stages_of(config)
     ]
     return [
         ", ".join(names[rank :: config.mesh.pp_size])
@@ -218,7 +223,7 @@ def layers_of_ranks(config: Config) -> list[str]:
 
 
 def stages_of(config: Config) -> list[Stage]:
-    """Stages of a pipeline, of which rank r of N has stages r, r + N, ...."""
+    """Return the stages of a pipeline. Rank r of N has stages r, r + N, ...."""
     assert isinstance(config.parallel, FSDP2Config)
     with torch.device("meta"):
         model = config.model.build()
@@ -231,7 +236,7 @@ def stages_of(config: Config) -> list[Stage]:
 
 def _table(memory: MemoryPrediction, parallel: FSDP2Config) -> dict[Category, int]:
     """What an embedding adds to a rank, from the memory of a first rank without layers."""
-    sizes = {each: memory.categories.get(each, 0) for each in OF_TABLE}
+    sizes = {category: memory.categories.get(category, 0) for category in OF_TABLE}
     # Its full gradients are as many as its gathered parameters, and add up in the dtype of
     # reductions.
     wider = parallel.reduce_dtype.torch.itemsize / parallel.param_dtype.torch.itemsize
@@ -304,13 +309,14 @@ def _changed(memory: MemoryPrediction, by: dict[Category, int]) -> MemoryPredict
     more = sum(by.values())
     kinds = dict.fromkeys([*memory.categories, *by, Category.activations])
     categories = {
-        each: max(0, memory.categories.get(each, 0) + by.get(each, 0)) for each in kinds
+        category: max(0, memory.categories.get(category, 0) + by.get(category, 0))
+        for category in kinds
     }
     peak = memory.peak_bytes + more
     categories[Category.activations] += peak - sum(categories.values())
     return dataclasses.replace(
         memory,
-        end_bytes=memory.end_bytes + sum(by.get(each, 0) for each in LASTING),
+        end_bytes=memory.end_bytes + sum(by.get(category, 0) for category in LASTING),
         peak_bytes=peak,
         reserved_bytes=memory.reserved_bytes + more,
         categories=categories,

@@ -16,10 +16,9 @@ from fsdptoys.plan.simulator.events import (
 
 from .skeleton import Layout
 
-STAGE, GRADIENT = (
-    -4,
-    -1,
-)  # ``Mark.step`` where a stage begins, and where the gradient of a parameter is final
+# ``Mark.step`` where a stage begins, and where the gradient of a parameter is final
+STAGE = -4
+GRADIENT = -1
 
 
 class Piece(NamedTuple):
@@ -45,7 +44,7 @@ class Segment:
     output: int
     output_gradient: int
     input_gradient: int
-    kept: dict[int, int]
+    saved: dict[int, int]
     """Block → bytes of a tensor that checkpointing saves besides the input, if large enough for
     activation offload."""
     gradients: dict[
@@ -68,8 +67,8 @@ class Segment:
             for mark in marks
             if mark.step == GRADIENT
         )
-        kept = (size // self.tokens for size in self.kept.values())
-        return Layout(stages, tuple(gradients), tuple(kept) if offloaded else ())
+        saved = (size // self.tokens for size in self.saved.values())
+        return Layout(stages, tuple(gradients), tuple(saved) if offloaded else ())
 
 
 def join_kernels(recorded: list[Event]) -> list[Event]:

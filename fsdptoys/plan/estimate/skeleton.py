@@ -2,9 +2,9 @@
 
 The trainer of a full trace builds the configured model, strategy and optimizer, but the forward of
 each segment (embedding, block, head) is a stand-in. It calls the modules that are units or own
-parameters, whose hooks gather, prefetch, reshard, cast and reduce as in training, and notes where
-the contents belong (``Note``). In the backward it gives each parameter a gradient without computing
-it. ``splice`` inserts the contents.
+parameters, so that their hooks gather, prefetch, reshard, cast and reduce as in training, and notes
+where the contents belong (``Note``). In the backward it gives each parameter a gradient without
+computing it. ``splice`` inserts the contents.
 
 Sequences have ``TOKENS`` tokens, a prime: sizes divisible by it are proportional to the tokens of a
 micro-batch. So a trace serves all batches and lengths.
@@ -46,11 +46,11 @@ class Note(NamedTuple):
     kind: str
     """``forward`` and ``backward``: a stage begins, in the backward also one that is recomputed;
     ``end``: the backward of a stage ends; ``gradient``: a parameter's gradient is final and the
-    next block; ``kept``: the next block is one that leaves the device; ``output``: the next block
+    next block; ``saved``: the next block is one that leaves the device; ``output``: the next block
     is the segment's output."""
     segment: int
     name: str = ""  # Stage or parameter
-    visit: int = 0  # Number of the stage in the forward, or of the kept block
+    visit: int = 0  # Number of the stage in the forward, or of the saved block
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Layout:
     # Parameters in the order of the backward, and whether theirs are views
     gradients: tuple[tuple[str, bool], ...]
     # Bytes of a token of each tensor that activation offload takes besides the input
-    kept: tuple[int, ...] = ()
+    saved_bytes: tuple[int, ...] = ()
 
 
 def trace_skeleton(
@@ -84,12 +84,16 @@ def trace_skeleton(
 def reduced(config: Config, inner_units: bool) -> Config:
     """The configuration without settings that only the contents of units depend on."""
     config = copy.copy(config)
-    memory, train = copy.copy(config.memory), copy.copy(config.train)
-    train.batch_size, train.seq_len, train.gc_every = 1, TOKENS, 0
+    memory = copy.copy(config.memory)
+    train = copy.copy(config.train)
+    train.batch_size = 1
+    train.seq_len = TOKENS
+    train.gc_every = 0
     train.label_smoothing = train.z_loss_coef = 0.0
     # One reduction a step as without, of forwards that stand-ins replace
     if train.deterministic.covers_layouts:
-        train.deterministic, train.slices = Deterministic.false, 1
+        train.deterministic = Deterministic.false
+        train.slices = 1
     if (
         memory.gradient_checkpointing is not GradientCheckpointing.none
         and not memory.activation_offload
@@ -99,8 +103,10 @@ def reduced(config: Config, inner_units: bool) -> Config:
             ("none", "full")[inner_units]
         ]
     if memory.gradient_checkpointing is GradientCheckpointing.none:
-        memory.checkpointing_every, memory.checkpointing_start_index = 1, 0
-    memory.chunk_loss, memory.chunk_tokens = False, "auto"
+        memory.checkpointing_every = 1
+        memory.checkpointing_start_index = 0
+    memory.chunk_loss = False
+    memory.chunk_tokens = "auto"
     memory.checkpointing_save = ["mm"]
     if isinstance(config.parallel, ReducingConfig):
         config.parallel = dataclasses.replace(
@@ -111,7 +117,8 @@ def reduced(config: Config, inner_units: bool) -> Config:
         config.parallel = ToyDDPConfig(**vars(config.parallel))
     # Ranks that share sequences are among the shards
     config.mesh = dataclasses.replace(config.mesh, cp_size=1)
-    config.memory, config.train = memory, train
+    config.memory = memory
+    config.train = train
     return config
 
 
@@ -148,8 +155,8 @@ class _Segments:
 def _equal_stages(model: DecoderModel, count: int, seq_len: int) -> list[Stage]:
     size = len(model.layers) // count
     return [
-        Stage(place * size, (place + 1) * size, place == 0, place == count - 1)
-        for place in range(count)
+        Stage(index * size, (index + 1) * size, index == 0, index == count - 1)
+        for index in range(count)
     ]
 
 
@@ -200,14 +207,13 @@ class _StandIn:
         root: nn.Module,
         config: Config,
     ) -> None:
-        self.recorder, self.number, self.layout, self.root = (
-            recorder,
-            number,
-            layout,
-            root,
-        )
-        self.dtype, self.width = config.parallel.param_dtype.torch, config.model.dim
-        self.place = 0  # Next stage
+        self.recorder = recorder
+        self.number = number
+        self.layout = layout
+        self.root = root
+        self.dtype = config.parallel.param_dtype.torch
+        self.width = config.model.dim
+        self.next_stage = 0  # Index among the layout's stages
         self.owners: dict[str, nn.Module] = {}
         self.own: dict[str, list[tuple[str, str, bool]]] = {}
         """Module → its parameters in the order of the forward: full name, name, whether the
@@ -237,40 +243,44 @@ class _StandIn:
         """Run the stages within a module from the next one on."""
         stages = self.layout.stages
         if part == stages[0]:
-            self.place = 0
+            self.next_stage = 0
         if not hidden.is_floating_point():  # token ids
             hidden = torch.empty((), dtype=self.dtype, device=hidden.device).expand(
                 1, TOKENS, self.width
             )
             # Blocks have a backward even where all parameters of the embedding are frozen.
             hidden = Root.apply(torch.empty((), requires_grad=True), hidden)
-        while self.place < len(stages) and _within(stages[self.place], part):
-            name = stages[self.place]
+        while self.next_stage < len(stages) and _within(stages[self.next_stage], part):
+            name = stages[self.next_stage]
             if name == part:
                 hidden = self._stage(name, hidden)
             else:
                 inside = [
-                    each
-                    for each in stages
-                    if each != part and _within(each, part) and _within(name, each)
+                    stage
+                    for stage in stages
+                    if stage != part and _within(stage, part) and _within(name, stage)
                 ]
                 hidden = self._module(min(inside, key=len))(hidden)
-        if self.place == len(stages):
+        if self.next_stage == len(stages):
             shape = () if part == "lm_head" else hidden.shape
             hidden = _Output.apply(hidden, shape, self._note("output"))
         return hidden
 
     def _stage(self, part: str, hidden: Tensor) -> Tensor:
-        stages, visit = self.layout.stages, self.place
-        self.place += 1
-        kept = (
-            [self._keep(*each) for each in enumerate(self.layout.kept)]
+        stages = self.layout.stages
+        visit = self.next_stage
+        self.next_stage += 1
+        saved = (
+            [
+                self._save(number, size)
+                for number, size in enumerate(self.layout.saved_bytes)
+            ]
             if visit == 0
             else []
         )
         begin = self._note("forward", part, visit)
         hidden = Notice.apply(
-            hidden, begin, self._note("end", part, visit), hidden, *kept
+            hidden, begin, self._note("end", part, visit), hidden, *saved
         )
         if visit == stages.index(part):
             for owner in self.own:
@@ -297,10 +307,11 @@ class _StandIn:
             )
         return hidden
 
-    def _keep(self, number: int, size: int) -> Tensor:
+    def _save(self, number: int, size: int) -> Tensor:
         """A tensor that checkpointing saves, of ``size`` bytes a token."""
-        self._note("kept", visit=number)()
-        rows, columns = ((TOKENS, 0), (0, size // self.dtype.itemsize))
+        self._note("saved", visit=number)()
+        rows = (TOKENS, 0)
+        columns = (0, size // self.dtype.itemsize)
         device = torch.device(self.recorder.device_type)
         return torch.mm(
             *(
@@ -318,15 +329,15 @@ class _StandIn:
     def _note(self, kind: str, name: str = "", visit: int = 0) -> Callable[[], None]:
         in_backward = {
             "forward": "backward",
-            "kept": None,
+            "saved": None,
             "output": None,
         }  # Of a recomputed segment
 
         def note() -> None:
             recomputed = kind in in_backward and torch._C._current_graph_task_id() != -1
-            written = in_backward[kind] if recomputed else kind
-            if written is not None:
-                self.recorder.add(Note(written, self.number, name, visit))  # type: ignore[arg-type]
+            final_kind = in_backward[kind] if recomputed else kind
+            if final_kind is not None:
+                self.recorder.add(Note(final_kind, self.number, name, visit))  # type: ignore[arg-type]
 
         return note
 
@@ -350,17 +361,19 @@ def _within(name: str, part: str) -> bool:
 
 
 class Notice(torch.autograd.Function):
-    """Identity that calls a function in its forward and one in its backward, until which it keeps
-    tensors."""
+    """Identity that calls a function in its forward and one in its backward.
+
+    It saves tensors for the backward.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, begin: Any, end: Any, *kept: Tensor
+        ctx: Any, hidden: Tensor, begin: Any, end: Any, *tensors: Tensor
     ) -> Tensor:
         """Call ``begin``."""
         ctx.end = end
-        ctx.count = len(kept)
-        ctx.save_for_backward(*kept)
+        ctx.count = len(tensors)
+        ctx.save_for_backward(*tensors)
         begin()
         return hidden.view_as(hidden)
 
@@ -372,18 +385,18 @@ class Notice(torch.autograd.Function):
 
 
 class _Parameter(torch.autograd.Function):
-    """Uses a parameter, whose gradient has no values; saves a tensor, so that checkpointing
-    recomputes it."""
+    """Use a parameter, with a gradient without values.
+
+    It saves a tensor, so that checkpointing recomputes it.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, param: Tensor, is_view: bool, note: Any
     ) -> Tensor:
-        ctx.like, ctx.is_view, ctx.note = (
-            (param.shape, param.dtype, param.device),
-            is_view,
-            note,
-        )
+        ctx.like = (param.shape, param.dtype, param.device)
+        ctx.is_view = is_view
+        ctx.note = note
         ctx.save_for_backward(hidden)
         return hidden.view_as(hidden)
 

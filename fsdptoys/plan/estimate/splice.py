@@ -13,7 +13,6 @@ from fsdptoys.plan.simulator import events
 from fsdptoys.plan.simulator.events import (
     COMPUTE_STREAM,
     Alloc,
-    Event,
     Free,
     Kernel,
     KernelKind,
@@ -40,9 +39,9 @@ class _Instance:
     first: int  # Visit with which the forward begins and the backward ends
     pieces: list[Piece]
     # Numbers of blocks that another segment allocates
-    known: dict[int, int] = field(default_factory=dict)
-    place: int = 0
-    done: bool = False  # Whether the pass that has begun is over
+    handed_on: dict[int, int] = field(default_factory=dict)
+    position: int = 0
+    is_over: bool = False  # Whether the pass that has begun is over
 
 
 def splice(
@@ -65,11 +64,9 @@ class _Splicer:
         workspace_bytes: int,
         offloads: bool,
     ) -> None:
-        self.skeleton, self.segments, self.workspace_bytes = (
-            skeleton,
-            segments,
-            workspace_bytes,
-        )
+        self.skeleton = skeleton
+        self.segments = segments
+        self.workspace_bytes = workspace_bytes
         self.offloads = offloads
         self.tokens = max(segment.tokens for segment in segments)
         self.trace = Trace(
@@ -96,7 +93,8 @@ class _Splicer:
 
     def run(self) -> Trace:
         """The joined trace."""
-        step, phase = 0, ""
+        step = 0
+        phase = ""
         copying = [
             number
             for number, purpose in self.trace.streams.items()
@@ -123,8 +121,8 @@ class _Splicer:
                 self.add(event._replace(block=self.same.get(event.block, event.block)))
             elif kind is events.Messages:
                 sizes = (
-                    one._replace(bytes=self._scaled(one.bytes))
-                    for one in event.messages
+                    message._replace(bytes=self._scaled(message.bytes))
+                    for message in event.messages
                 )
                 self.add(event._replace(messages=tuple(sizes)))
             elif kind is events.Transfer:
@@ -141,7 +139,8 @@ class _Splicer:
                 self.add(event._replace(bytes=scaled))
             else:
                 if kind is Mark:
-                    step, phase = event.step, event.phase
+                    step = event.step
+                    phase = event.phase
                     if phase in ("forward", "optimizer"):
                         for instance in self.backwards.values():
                             self._end(instance)
@@ -161,27 +160,28 @@ class _Splicer:
     @staticmethod
     def _over(begun: dict[int, _Instance], note: Note) -> bool:
         instance = begun.get(note.segment)
-        return instance is None or instance.done
+        return instance is None or instance.is_over
 
     def _scaled(self, size: int) -> int:
         return size if size % TOKENS else size // TOKENS * self.tokens
 
     def _insert(self, note: Note) -> None:
-        kind, segment = note.kind, self.segments[note.segment]
-        if kind in ("forward", "kept") and self._over(self.forwards, note):
+        kind = note.kind
+        segment = self.segments[note.segment]
+        if kind in ("forward", "saved") and self._over(self.forwards, note):
             self._begin(note)
         if kind == "backward" and self._over(self.backwards, note):
             self._turn(note.segment)
         instance = (
-            self.forwards if kind in ("forward", "kept", "output") else self.backwards
+            self.forwards if kind in ("forward", "saved", "output") else self.backwards
         )[note.segment]
         if kind in ("forward", "backward"):
             self._advance(instance, STAGE, note.name)
         elif kind == "gradient":
             self._advance(instance, GRADIENT, note.name)
             self.next = instance.block + segment.gradients[note.name]
-        elif kind == "kept":
-            self.next = instance.block + list(segment.kept)[note.visit]
+        elif kind == "saved":
+            self.next = instance.block + list(segment.saved)[note.visit]
         elif kind == "output":
             self._end(instance)
             self.waiting[note.segment].append(instance)
@@ -195,7 +195,7 @@ class _Splicer:
             stages = (
                 i
                 for i, piece in enumerate(instance.pieces)
-                if i >= instance.place and piece.mark.step == STAGE
+                if i >= instance.position and piece.mark.step == STAGE
             )
             self._issue_until(instance, next(stages, len(instance.pieces)))
 
@@ -208,77 +208,63 @@ class _Splicer:
         self.events += segment.device_events + 1
 
     def _turn(self, number: int) -> None:
-        """Begin a segment's backward, whose first gradient the following segment has allocated, or
-        another rank."""
+        """Begin a segment's backward. The following segment, or another rank, has allocated its
+        first gradient."""
         instance = self.backwards[number] = self.waiting[number].popleft()
-        instance.pieces, instance.place, instance.done = (
-            instance.segment.backward,
-            0,
-            False,
-        )
+        instance.pieces = instance.segment.backward
+        instance.position = 0
+        instance.is_over = False
         if instance.segment.output_gradient and number + 1 in self.backwards:
             after = self.backwards[number + 1]
             gradient = after.segment.input_gradient
-            instance.known[instance.segment.output_gradient] = after.known.get(
+            instance.handed_on[instance.segment.output_gradient] = after.handed_on.get(
                 gradient, after.block + gradient
             )
 
     def _end(self, instance: _Instance) -> None:
         self._issue_until(instance, len(instance.pieces))
-        instance.done = True
+        instance.is_over = True
 
     def _advance(self, instance: _Instance, step: int, name: str) -> None:
         """Issue up to the next mark, and from it on if a stage begins there; nothing if it is
         passed."""
-        for place in range(instance.place, len(instance.pieces)):
-            mark = instance.pieces[place].mark
+        for index in range(instance.position, len(instance.pieces)):
+            mark = instance.pieces[index].mark
             if mark.step == step and mark.phase == name:
-                self._issue_until(instance, place + (step == STAGE))
+                self._issue_until(instance, index + (step == STAGE))
                 return
 
-    def _issue_until(self, instance: _Instance, place: int) -> None:
-        for piece in instance.pieces[instance.place : place]:
+    def _issue_until(self, instance: _Instance, index: int) -> None:
+        for piece in instance.pieces[instance.position : index]:
             for event in piece.events:
                 self._issue(instance, event)
-        instance.place = max(instance.place, place)
+        instance.position = max(instance.position, index)
 
-    def _issue(self, instance: _Instance, event: Event) -> None:
-        segment, add, kind = instance.segment, self.add, type(event)
-        made: Any = event
+    def _issue(self, instance: _Instance, event: Any) -> None:
+        kind = type(event)
         if kind is Alloc:
-            add(
-                Alloc(
-                    instance.block + made.block,
-                    made.bytes,
-                    COMPUTE_STREAM,
-                    made.category,
-                )
-            )
+            self.add(event._replace(block=instance.block + event.block))
         elif kind is Free:
-            if not (self.offloads and made.block in segment.kept):
-                add(Free(instance.known.get(made.block, instance.block + made.block)))
+            if not (self.offloads and event.block in instance.segment.saved):
+                block = instance.block + event.block
+                self.add(Free(instance.handed_on.get(event.block, block)))
         elif kind is Kernels or kind is Kernel:
-            add(made)
+            self.add(event)
         elif kind is Mark:
-            if made.step == FIRST_MATMUL and made.phase not in self.multiplied:
-                self.multiplied.add(made.phase)
+            if event.step == FIRST_MATMUL and event.phase not in self.multiplied:
+                self.multiplied.add(event.phase)
                 self.blocks += 1
-                add(
-                    Alloc(
-                        self.blocks - 1,
-                        self.workspace_bytes,
-                        COMPUTE_STREAM,
-                        Category.temporary,
-                    )
-                )
+                size = self.workspace_bytes
+                block = self.blocks - 1
+                self.add(Alloc(block, size, COMPUTE_STREAM, Category.temporary))
         else:
-            if getattr(made, "stream", COMPUTE_STREAM) == EXCHANGE:
-                made = made._replace(stream=self.exchange)
-            if isinstance(made, (events.RecordEvent, events.WaitEvent)):
-                made = made._replace(event=instance.event + made.event)
-            elif isinstance(made, events.RecordStream):
-                made = made._replace(block=instance.block + made.block)
-            add(made)
+            if getattr(event, "stream", COMPUTE_STREAM) == EXCHANGE:
+                event = event._replace(stream=self.exchange)
+            if isinstance(event, (events.RecordEvent, events.WaitEvent)):
+                event = event._replace(event=instance.event + event.event)
+            elif isinstance(event, events.RecordStream):
+                event = event._replace(block=instance.block + event.block)
+            self.add(event)
 
 
 def pinned_bytes(size: int) -> int:

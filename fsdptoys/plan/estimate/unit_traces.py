@@ -73,7 +73,8 @@ def segments_of(
 ) -> list[Segment]:
     """Trace embedding, blocks and head on the meta device, or return cached traces; ``units`` are
     names of modules."""
-    train, memory = config.train, config.memory
+    train = config.train
+    memory = config.memory
     dtype = config.parallel.param_dtype.torch
     context = getattr(config.parallel, "context", ContextForm.auto), config.mesh.cp_size
     common = _Common(
@@ -89,7 +90,8 @@ def segments_of(
     shape = vars(config.model) | {"name": "", "init_from": None, "n_layers": 0}
     packed = config.parallel.capabilities.mixed_dtypes
     key = repr((type(config.model), shape, config.tune, packed))
-    first, every = memory.checkpointing_start_index, memory.checkpointing_every
+    first = memory.checkpointing_start_index
+    every = memory.checkpointing_every
     chosen = range(model.config.n_layers)[first::every]
     blocks = []
     for index, kind in enumerate(_kinds(model)):
@@ -256,7 +258,8 @@ def _head(
         else None
     )
     vocabulary = Vocabulary(group) if group is not None else None
-    model, loss_fn = source.value, build_loss(*loss, vocabulary=vocabulary)
+    model = source.value
+    loss_fn = build_loss(*loss, vocabulary=vocabulary)
     both = nn.ModuleDict(
         {
             name: copy.deepcopy(model.get_submodule(name)).to(common.dtype)
@@ -337,10 +340,10 @@ def _trace_unit(
         storage = recorder.find(tensor)
         return storage.block if storage is not None else 0
 
-    seen: dict[str, int] = {}
+    blocks: dict[str, int] = {}
 
     def note(name: str, gradient: Tensor) -> None:
-        seen[name] = number(gradient)
+        blocks[name] = number(gradient)
 
     anchor = torch.empty((), device="meta", requires_grad=True)
     with (
@@ -357,12 +360,12 @@ def _trace_unit(
             shape = common.batch, common.part, dim
             hidden = _End.apply(anchor, shape, common.dtype)
             hidden.register_hook(functools.partial(note, "input"))
-        given = number(hidden) if dim is not None else 0
+        input_block = number(hidden) if dim is not None else 0
         before = recorder.blocks
         recorder.mark(0, "forward")
         output = run(hidden)
         del hidden
-        made = number(output)
+        output_block = number(output)
         recorder.categorize(output, Category.activations)
         recorder.mark(0, "turn")
         loss = output
@@ -389,17 +392,19 @@ def _trace_unit(
         numbers = {name: number(gradient) for name, gradient in gradients.items()}
         recorder.mark(0, "end")
         trace = recorder.finish()
-    output_gradient = seen.get("output", 0)
-    input_gradient = seen.get("input", 0)
-    ends = given, made, output_gradient, input_gradient
-    handed_on = {given, made, input_gradient}
+    output_gradient = blocks.get("output", 0)
+    input_gradient = blocks.get("input", 0)
+    ends = input_block, output_block, output_gradient, input_gradient
+    handed_on = {input_block, output_block, input_gradient}
     passes: dict[str, list[Piece]] = {
         "forward": [],
         "turn": [],
         "backward": [],
         "end": [],
     }
-    current, live, kept = passes["end"], dict[int, int](), dict[int, int]()
+    current = passes["end"]
+    live = dict[int, int]()
+    saved = dict[int, int]()
     current.append(Piece(Mark(0, ""), []))
     for event in trace.events:
         if isinstance(event, Mark) and event.step in (0, STAGE, GRADIENT):
@@ -410,10 +415,10 @@ def _trace_unit(
                 Piece(Mark(STAGE, "") if event.phase == "backward" else event, [])
             )
             if event.phase == "turn" and keeps:
-                kept = {
+                saved = {
                     block: size
                     for block, size in live.items()
-                    if size >= MIN_BYTES and block not in (given, made)
+                    if size >= MIN_BYTES and block not in (input_block, output_block)
                 }
         elif isinstance(event, Alloc):
             if event.block == output_gradient:
@@ -435,7 +440,8 @@ def _trace_unit(
         [Piece(mark, join_kernels(events)) for mark, events in passes[name]]
         for name in ("forward", "backward")
     )
-    last, tokens = (recorder.blocks, recorder.device_events), common.batch * common.part
+    last = (recorder.blocks, recorder.device_events)
+    tokens = common.batch * common.part
     return Segment(
-        forward, backward, *last, *ends, kept, numbers, frozenset(views), tokens
+        forward, backward, *last, *ends, saved, numbers, frozenset(views), tokens
     )

@@ -24,7 +24,7 @@ WORTHWHILE = 0.02  # Smallest reported gain in tokens per second
 class Advice:
     """A change and its predicted effect."""
 
-    words: tuple[str, ...]  # Overrides to append to the command line
+    overrides: tuple[str, ...]  # To append to the command line
     reserved_bytes: float  # After the change
     tokens_per_second: float  # After the change
     reserved_change_bytes: int
@@ -54,8 +54,8 @@ def advise(
     def evaluate(changes: Changes) -> Advice | None:
         try:
             varied = vary(config, changes)
-            words = overrides_between(config, varied)
-            if not words:
+            overrides = overrides_between(config, varied)
+            if not overrides:
                 return None
             validate_switches(varied, world_size, prediction.device_type, node_ranks)
             after = predict(varied)
@@ -66,7 +66,12 @@ def advise(
         ratio = after.tokens_per_second / prediction.tokens_per_second
         speed = prediction.tokens_per_second * ratio
         return Advice(
-            tuple(words), reserved, speed, saved, ratio - 1, reserved <= memory_bytes
+            tuple(overrides),
+            reserved,
+            speed,
+            saved,
+            ratio - 1,
+            reserved <= memory_bytes,
         )
 
     changes_of_one = list(_changes(config, world_size, node_ranks))
@@ -118,7 +123,7 @@ def _only_saves(config: Config, changes: Changes) -> bool:
 
 
 def _fastest(advice: Iterable[Advice]) -> list[Advice]:
-    return sorted(advice, key=lambda one: (-one.tokens_per_second, len(one.words)))[
+    return sorted(advice, key=lambda one: (-one.tokens_per_second, len(one.overrides)))[
         :MAX_ADVICE
     ]
 
@@ -127,7 +132,9 @@ def _changes(
     config: Config, world_size: int, node_ranks: int
 ) -> Iterator[dict[str, Any]]:
     """All changes of one switch."""
-    memory, parallel, batch = config.memory, config.parallel, config.train.batch_size
+    memory = config.memory
+    parallel = config.parallel
+    batch = config.train.batch_size
     can = parallel.capabilities
     alternatives: list[dict[str, Any]] = [
         {"memory.chunk_loss": not memory.chunk_loss},

@@ -87,12 +87,10 @@ class Combinations:
         node_devices: int,
         memory_bytes: float = math.inf,
     ) -> None:
-        self.base, self.fixed, self.space, self.world_size = (
-            base,
-            fixed,
-            space,
-            world_size,
-        )
+        self.base = base
+        self.fixed = fixed
+        self.space = space
+        self.world_size = world_size
         self.memory_bytes = memory_bytes
         # All ranks are typed as -1.
         self._sizes = [
@@ -160,8 +158,8 @@ class Combinations:
             if not overlapped or self._capabilities(merged).overlapped_cpu_offload:
                 yield merged
         if faster and "mesh.fsdp_size" in changes and self.space.every_shard_size:
-            place = self._sizes.index(changes["mesh.fsdp_size"])
-            for size in self._sizes[max(0, place - 1) : place + 2]:
+            index = self._sizes.index(changes["mesh.fsdp_size"])
+            for size in self._sizes[max(0, index - 1) : index + 2]:
                 yield {**changes, "mesh.fsdp_size": size}
 
     def _of_units(self, changes: Changes, faster: bool) -> Iterator[Changes]:
@@ -189,8 +187,8 @@ class Combinations:
         if faster:
             yield from self._allowed(
                 [
-                    {"parallel.reshard_after_forward": each}
-                    for each in self.space.reshards
+                    {"parallel.reshard_after_forward": reshard}
+                    for reshard in self.space.reshards
                 ]
             )
             if EXECUTOR in changes:
@@ -212,7 +210,8 @@ class Combinations:
             else -1
         )
         ranks = self.world_size if shards == -1 else shards
-        divisors, parts = set(self._divisors), changes.get("mesh.tp_size", 1)
+        divisors = set(self._divisors)
+        parts = changes.get("mesh.tp_size", 1)
         common = math.gcd(*split_sizes(self.base.model).values())
         dividing = {size for size in divisors if common % size == 0}
         for key, applies, choices in (
@@ -277,13 +276,13 @@ class Combinations:
         self, others: Changes, ranks: int, schedule: PipelineSchedule
     ) -> Iterator[dict[str, Any]]:
         count = MICRO_BATCHES * ranks
-        made: Changes = {
+        pipeline: Changes = {
             "mesh.pp_size": ranks,
             "parallel.schedule": schedule,
             "train.grad_accum": count,
         }
         # Stages keep everything on the device.
-        changed = {**made, **{key: False for key in OFFLOADS if key in others}}
+        changed = {**pipeline, **{key: False for key in OFFLOADS if key in others}}
         yield {
             **others,
             **{key: value for key, value in changed.items() if key not in self.fixed},
@@ -299,9 +298,9 @@ class Combinations:
         shards = can.shards_parameters
         # Every second size; the others are tried next to the best.
         sizes = [*self._sizes[:-1:2], -1] if shards else [-1]
-        typed = "memory.activation_offload" in self.fixed
+        is_fixed = "memory.activation_offload" in self.fixed
         offloading = (
-            (False, True) if self.space.activation_offload or typed else (False,)
+            (False, True) if self.space.activation_offload or is_fixed else (False,)
         )
         checkpointing: list[Changes] = [
             {"memory.gradient_checkpointing": GradientCheckpointing.none},
@@ -341,8 +340,13 @@ class Combinations:
             )
         mesh = [{"mesh.fsdp_size": size} for size in sizes]
         return [
-            self._allowed(each)
-            for each in (mesh, checkpointing, self._allowed(CHUNKED)[:1], offloads)
+            self._allowed(alternatives)
+            for alternatives in (
+                mesh,
+                checkpointing,
+                self._allowed(CHUNKED)[:1],
+                offloads,
+            )
         ]
 
     def _allowed(self, alternatives: Sequence[Changes]) -> list[Changes]:
@@ -355,12 +359,12 @@ class Combinations:
                 if key in self.fixed
             )
 
-        kept = [changes for changes in alternatives if agrees(changes)] or alternatives[
-            :1
-        ]
+        agreeing = [
+            changes for changes in alternatives if agrees(changes)
+        ] or alternatives[:1]
         return [
             {key: value for key, value in changes.items() if key not in self.fixed}
-            for changes in kept
+            for changes in agreeing
         ]
 
 

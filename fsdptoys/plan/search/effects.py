@@ -53,26 +53,27 @@ def effects(
     best: Candidate, fitting: Sequence[Candidate], over: Sequence[Candidate]
 ) -> list[Effect]:
     """Compare the best with every predicted combination that differs in one setting."""
-    mine, found = _settings(best.config), []
+    settings = _settings(best.config)
+    ordered = []
     for fits, others in ((True, fitting), (False, over)):
         for other in others:
-            theirs = _settings(other.config)
-            changed = [key for key in KEYS if mine[key] != theirs[key]]
+            other_settings = _settings(other.config)
+            changed = [key for key in KEYS if settings[key] != other_settings[key]]
             if "mesh.pp_size" in changed:  # decides on the number of micro-batches
                 changed = [key for key in changed if key not in PIPELINE[1:]]
             if len(changed) == 1:
                 key = changed[0]
                 effect = Effect(
-                    f"{key}={value_text(mine[key])}",
-                    value_text(theirs[key]),
+                    f"{key}={value_text(settings[key])}",
+                    value_text(other_settings[key]),
                     other.reserved_bytes - best.reserved_bytes,
                     best.prediction.time.step_seconds
                     - other.prediction.time.step_seconds,
                     best.tokens_per_second / other.tokens_per_second - 1,
                     fits,
                 )
-                found.append((KEYS.index(key), effect))
-    return [effect for _, effect in sorted(found, key=lambda each: each[0])]
+                ordered.append((KEYS.index(key), effect))
+    return [effect for _, effect in sorted(ordered, key=lambda pair: pair[0])]
 
 
 def _settings(config: Config) -> dict[str, Any]:

@@ -20,9 +20,9 @@ def draw_frontier(path: Path, title: str, result: SearchResult) -> None:
     limit = result.memory_bytes / GIB
     top = 1.1 * max(one.tokens_per_second for one in result.candidates)
     # Points far beyond the limit would squeeze the fitting ones into a corner.
-    near = [(x, y) for x, y in map(_place, others) if x <= 1.35 * limit and y <= top]
+    near = [(x, y) for x, y in map(_point, others) if x <= 1.35 * limit and y <= top]
     gib, speed = zip(*near, strict=True)
-    best_gib, best_speed = zip(*map(_place, best), strict=True)
+    best_gib, best_speed = zip(*map(_point, best), strict=True)
     everything = f"predicted combinations ({len(others):,})"
     # Between two points of the front one gets the lower speed.
     picture = Picture(
@@ -40,11 +40,11 @@ def draw_frontier(path: Path, title: str, result: SearchResult) -> None:
         bands_text=f"beyond the memory limit of {limit:.4g} GiB",
     )
     points = spread_out(best, MOST_LABELS)
-    labels = [(*_place(candidate), label(candidate.config)) for candidate in points]
+    labels = [(*_point(candidate), label(candidate.config)) for candidate in points]
     draw_png(path, label_points(picture, labels), heights=[5.6])
 
 
-def _place(candidate: Candidate) -> tuple[float, float]:
+def _point(candidate: Candidate) -> tuple[float, float]:
     """GiB and tokens per second."""
     return candidate.reserved_bytes / GIB, candidate.tokens_per_second
 

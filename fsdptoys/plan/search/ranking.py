@@ -43,31 +43,32 @@ def layout(config: Config) -> str:
 
 def traits(config: Config) -> list[str]:
     """Short names of the active switches."""
-    memory, parallel = config.memory, config.parallel
-    words = []
+    memory = config.memory
+    parallel = config.parallel
+    names = []
     if config.mesh.pp_size > 1 and isinstance(parallel, FSDP2Config):
-        words.append(parallel.schedule.value)
+        names.append(parallel.schedule.value)
     if (
         config.mesh.cp_size > 1
         and (form := getattr(parallel, "context", ContextForm.ulysses))
         is not ContextForm.ulysses
     ):
-        words.append(form.value)
+        names.append(form.value)
     if memory.checkpoints:
         every = (
             f"/{memory.checkpointing_every}" if memory.checkpointing_every > 1 else ""
         )
-        words.append(
+        names.append(
             memory.gradient_checkpointing.value
             + every
             + "+offload" * memory.activation_offload
         )
     if memory.chunk_loss:
-        words.append("chunk")
+        names.append("chunk")
     if memory.optimizer_offload:
-        words.append("opt-offload")
+        names.append("opt-offload")
     if memory.cpu_offload:
-        words.append(
+        names.append(
             "cpu-offload"
             + "+overlapped"
             * (memory.cpu_offload_executor is CPUOffloadExecutor.overlapped)
@@ -75,8 +76,8 @@ def traits(config: Config) -> list[str]:
     for name, plain in (("wrap", "block"), ("reshard_after_forward", "default")):
         value = value_text(getattr(parallel, name, plain))
         if value != plain:
-            words.append({"block_attn_mlp": "attn-mlp"}.get(value, f"reshard-{value}"))
-    return words
+            names.append({"block_attn_mlp": "attn-mlp"}.get(value, f"reshard-{value}"))
+    return names
 
 
 TIE = 0.01  # Relative difference in tokens per second that counts as a tie
@@ -87,7 +88,7 @@ class Candidate:
     """A predicted combination."""
 
     # All overrides that compose it: the command line's without ``plan.*``, and the changes
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     config: Config  # Validated; its section ``plan`` is as composed
     prediction: Prediction
     switches: (
@@ -96,7 +97,7 @@ class Candidate:
     changes: Changes = field(
         default_factory=dict
     )  # Changed switches, without the batch
-    place: int = 0  # Rank; tied candidates share it
+    position: int = 0  # In the ranking; tied candidates share it
 
     @property
     def reserved_bytes(self) -> int:
@@ -112,16 +113,16 @@ class Candidate:
 def frontier(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Candidates that no other equals or beats in both memory and speed, smallest memory first; the
     first of equals."""
-    places = [(one.reserved_bytes, -one.tokens_per_second) for one in candidates]
-    return [candidates[index] for index in pareto_front(places)]
+    points = [(one.reserved_bytes, -one.tokens_per_second) for one in candidates]
+    return [candidates[index] for index in pareto_front(points)]
 
 
-def pareto_front(places: Sequence[tuple[float, float]]) -> list[int]:
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     """Indices of points that no other equals or undercuts in both coordinates, by the first; the
     first of equals."""
     best: list[int] = []
-    for index in sorted(range(len(places)), key=places.__getitem__):
-        if not best or places[index][1] < places[best[-1]][1]:
+    for index in sorted(range(len(points)), key=points.__getitem__):
+        if not best or points[index][1] < points[best[-1]][1]:
             best.append(index)
     return best
 
@@ -134,13 +135,14 @@ def rank(candidates: Collection[Candidate]) -> list[Candidate]:
     """
     rest = sorted(candidates, key=lambda candidate: -candidate.tokens_per_second)
     firsts: dict[Any, Candidate] = {}
-    place = 0
+    position = 0
     while rest:
         fastest = rest[0].tokens_per_second
         ties = [one for one in rest if one.tokens_per_second * (1 + TIE) >= fastest]
-        place += 1
+        position += 1
         for candidate in sorted(ties, key=_simplicity):
-            memory, time = candidate.prediction.memory, candidate.prediction.time
+            memory = candidate.prediction.memory
+            time = candidate.prediction.time
             sizes = (
                 memory.end_bytes,
                 memory.peak_bytes,
@@ -148,7 +150,7 @@ def rank(candidates: Collection[Candidate]) -> list[Candidate]:
                 memory.host_bytes,
             )
             same = (candidate.config.train.batch_size, *sizes, time.step_seconds)
-            firsts.setdefault(same, dataclasses.replace(candidate, place=place))
+            firsts.setdefault(same, dataclasses.replace(candidate, position=position))
         rest = rest[len(ties) :]
     return list(firsts.values())
 

@@ -67,26 +67,28 @@ class SearchResult:
     def leading(self, count: int) -> list[Candidate]:
         """The first candidates, each combination in its best batch, without ties that need more
         memory and switches."""
-        seen: dict[tuple[str, ...], Candidate] = {}
+        firsts: dict[tuple[str, ...], Candidate] = {}
         for one in self.candidates:
             combination = tuple(
-                word for word in one.words if not word.startswith("train.batch_size=")
+                override
+                for override in one.overrides
+                if not override.startswith("train.batch_size=")
             )
-            ties = [tie for tie in seen.values() if tie.place == one.place]
+            ties = [tie for tie in firsts.values() if tie.position == one.position]
             if not any(
                 tie.reserved_bytes <= one.reserved_bytes
                 and tie.switches <= one.switches
                 for tie in ties
             ):
-                seen.setdefault(combination, one)
-            if len(seen) == count:
+                firsts.setdefault(combination, one)
+            if len(firsts) == count:
                 break
-        return list(seen.values())
+        return list(firsts.values())
 
 
 def search(
     base: Config,
-    words: Sequence[str],
+    overrides: Sequence[str],
     hardware: Hardware,
     world_size: int,
     memory_bytes: float,
@@ -98,8 +100,8 @@ def search(
     """Predict all combinations and rank those that fit.
 
     Args:
-        base: as composed from ``words``, not validated; the keys of these, the command line's, are
-            fixed.
+        base: as composed from ``overrides``, not validated.
+        overrides: of the command line; their keys are fixed.
         memory_bytes: usable memory of a device; ``host_memory_bytes`` is a rank's share of host
             memory, if known.
         predict: predicts a validated configuration as ``fast_estimate`` does.
@@ -112,7 +114,7 @@ def search(
             space, activation_offload=False, optimizer_offload=False, cpu_offload=False
         )
     exploration = _Exploration(
-        base, words, hardware, world_size, memory_bytes, host_memory_bytes, predict
+        base, overrides, hardware, world_size, memory_bytes, host_memory_bytes, predict
     )
     exploration.explore(space)
     if not exploration.fitting:
@@ -127,7 +129,7 @@ def search(
 def largest_preset(
     presets: Sequence[ModelConfig],
     base: Config,
-    words: Sequence[str],
+    overrides: Sequence[str],
     hardware: Hardware,
     world_size: int,
     memory_bytes: float,
@@ -139,16 +141,17 @@ def largest_preset(
     """
     failure: ConfigError | None = None
     for preset in sorted(presets, key=count_parameters, reverse=True):
-        more, train = [f"model={preset.name}"], base.train
+        more = [f"model={preset.name}"]
+        train = base.train
         if train.seq_len > preset.max_seq_len:
             more.append(f"train.seq_len={preset.max_seq_len}")
             train = dataclasses.replace(train, seq_len=preset.max_seq_len)
         config = dataclasses.replace(base, model=preset, train=train)
         others = [
             *(
-                word
-                for word in words
-                if not word.startswith(("model=", "train.seq_len="))
+                override
+                for override in overrides
+                if not override.startswith(("model=", "train.seq_len="))
             ),
             *more,
         ]
@@ -183,10 +186,10 @@ class _Exploration:
     def __post_init__(self) -> None:
         # A run takes none of the planner's overrides except a custom profile.
         profile = re.compile(r"plan\.hardware=.*\.ya?ml$")
-        self.words = tuple(
-            word
-            for word in self.overrides
-            if not word.startswith("plan.") or profile.match(word)
+        self.run_overrides = tuple(
+            override
+            for override in self.overrides
+            if not override.startswith("plan.") or profile.match(override)
         )
         self.fixed = fixed_keys(self.overrides)
         self.node_ranks = node_ranks_of(self.base, self.hardware, self.world_size)
@@ -260,7 +263,8 @@ class _Exploration:
         if "train.batch_size" in self.fixed:
             self._try(changes, self.base.train.batch_size)
             return
-        batch, candidate = start, self._try(changes, start)
+        batch = start
+        candidate = self._try(changes, start)
         while (
             batch > 1 and candidate is not None and not self.fits(candidate.prediction)
         ):
@@ -297,16 +301,17 @@ class _Exploration:
 
     def _candidate(self, changes: Changes, batch: int) -> Candidate:
         varied = vary(self.base, {**changes, "train.batch_size": batch}, self.fixed)
-        words = (*self.words, *overrides_between(self.base, varied))
+        overrides = (*self.run_overrides, *overrides_between(self.base, varied))
         validate_switches(
             varied, self.world_size, self.hardware.device_type, self.node_ranks
         )
         prediction = self.quick(varied, self.hardware, self.world_size)
-        return Candidate(words, varied, prediction, count_switches(varied), changes)
+        return Candidate(overrides, varied, prediction, count_switches(varied), changes)
 
     def fits(self, prediction: Prediction) -> bool:
         """Whether device memory, and host memory if known, suffice."""
-        memory, host = prediction.memory, self.host_memory_bytes
+        memory = prediction.memory
+        host = self.host_memory_bytes
         return memory.reserved_bytes <= self.memory_bytes and (
             host is None or memory.host_bytes <= host
         )
@@ -326,7 +331,7 @@ class _Exploration:
             f"plan.memory_gib={self.memory_bytes / GIB:.4g} holds no combination on "
             f"{self.world_size} rank{'s' * (self.world_size != 1)}: the smallest takes "
             f"{least.reserved_bytes / GIB:.2f} GiB with "
-            f"{' '.join(least.words[len(self.words) :]) or 'no change'}; set "
+            f"{' '.join(least.overrides[len(self.run_overrides) :]) or 'no change'}; set "
             f"{f'plan.world_size={ranks} or ' if ranks else ''}"
             f"plan.memory_gib={-(-least.reserved_bytes // GIB)}"
         )
@@ -350,7 +355,7 @@ class _Exploration:
 
 def _different(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The first few combinations, ignoring their batch."""
-    seen: dict[frozenset[tuple[str, Any]], Candidate] = {}
+    firsts: dict[frozenset[tuple[str, Any]], Candidate] = {}
     for candidate in candidates:
-        seen.setdefault(frozenset(candidate.changes.items()), candidate)
-    return list(seen.values())[:REFINED]
+        firsts.setdefault(frozenset(candidate.changes.items()), candidate)
+    return list(firsts.values())[:REFINED]

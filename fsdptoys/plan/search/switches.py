@@ -82,18 +82,19 @@ def vary(config: Config, changes: Changes, fixed: Collection[str] = ()) -> Confi
 
 def overrides_between(base: Config, config: Config) -> list[str]:
     """Overrides that, appended to those of ``base``, compose ``config``; both as composed."""
-    words = []
+    overrides = []
     for section in SECTIONS:
-        old, new = getattr(base, section), getattr(config, section)
+        old = getattr(base, section)
+        new = getattr(config, section)
         if section == "parallel" and type(old) is not type(new):
-            words.append(f"parallel={new.name}")
+            overrides.append(f"parallel={new.name}")
         expected = type(new)(**_shared(old, type(new)))
-        words += [
+        overrides += [
             f"{section}.{name}={value_text(getattr(new, name))}"
             for name in _names(type(new))
             if getattr(new, name) != getattr(expected, name)
         ]
-    return words
+    return overrides
 
 
 def check_strategy(config: Config) -> None:
@@ -132,18 +133,20 @@ def validate_switches(
     """Validate a composed configuration in place, without checks of the training machine's
     files."""
     check_strategy(config)
-    data, model, eval_every = config.data, config.model, config.train.eval_every
-    config.data, config.train.eval_every = (
-        SyntheticConfig(branching=1, mask_documents=data.mask_documents),
-        0,
-    )
+    data = config.data
+    model = config.model
+    eval_every = config.train.eval_every
+    config.data = SyntheticConfig(branching=1, mask_documents=data.mask_documents)
+    config.train.eval_every = 0
     config.model = (
         dataclasses.replace(model, init_from=None) if model.init_from else model
     )
     try:
         config.validate(world_size, device_type, node_ranks)
     finally:
-        config.data, config.model, config.train.eval_every = data, model, eval_every
+        config.data = data
+        config.model = model
+        config.train.eval_every = eval_every
 
 
 def count_parameters(model: ModelConfig) -> int:
@@ -167,24 +170,24 @@ def count_switches(config: Config) -> int:
     return sum(
         getattr(section, name) != getattr(default, name)
         for section, default in (
-            (each, type(each)())
-            for each in (config.mesh, config.parallel, config.memory)
+            (section, type(section)())
+            for section in (config.mesh, config.parallel, config.memory)
         )
         for name in _names(type(section))
         if name not in formats
     )
 
 
-def fixed_keys(words: Sequence[str]) -> frozenset[str]:
+def fixed_keys(overrides: Sequence[str]) -> frozenset[str]:
     """Keys of the command line, and every key of ``mesh`` and ``memory`` if it chooses their file
     (``memory=lean``)."""
-    typed = {word.partition("=")[0] for word in words}
+    keys = {override.partition("=")[0] for override in overrides}
     files = {"mesh": MeshConfig, "memory": MemoryConfig}
     return frozenset(
-        typed
+        keys
         | {
             f"{group}.{name}"
-            for group in typed & files.keys()
+            for group in keys & files.keys()
             for name in _names(files[group])
         }
     )
@@ -204,7 +207,7 @@ def _shared(section: Any, kind: type[Any]) -> dict[str, Any]:
 
 
 def _idle(memory: dict[str, Any], fixed: Collection[str]) -> dict[str, Any]:
-    """Defaults of the settings whose switch is off."""
+    """Return defaults of settings without effect, as their switch is off."""
     values = {f"memory.{name}": value for name, value in memory.items()}
     off = set(without_switched_off(values)) ^ set(values)
     defaults = MemoryConfig()

@@ -73,7 +73,7 @@ class Pool:
         """Size of the smallest native segment, and of a page."""
         return SMALL_SEGMENT_BYTES if self.is_small else LARGE_SEGMENT_BYTES
 
-    def put(self, block: Block) -> None:
+    def add(self, block: Block) -> None:
         """Make a block available."""
         insort(self.free, (block.size, block.address, block))
 
@@ -118,11 +118,11 @@ class Allocator(ABC):
         if gap and size >= ROUND_LARGE_BYTES and gap + size <= block.size:
             before = block
             block = self._cut(before, gap)
-            pool.put(before)
+            pool.add(before)
         if block.size - size >= (
             MIN_BLOCK_BYTES if pool.is_small else self.leaves_bytes
         ):
-            pool.put(self._cut(block, size))
+            pool.add(self._cut(block, size))
         block.in_use = True
         self.allocated_bytes += block.size
         pool.allocated += block.size
@@ -136,7 +136,7 @@ class Allocator(ABC):
         block.in_use = False
         self.allocated_bytes -= block.size
         block.pool.allocated -= block.size
-        block.pool.put(self._merge(block))
+        block.pool.add(self._merge(block))
 
     def take_most_used(self, stream: int) -> int:
         """Most bytes of blocks in use in the pools of a stream, since the last call."""

@@ -140,7 +140,8 @@ def messages_seconds(hardware: Hardware, event: Messages) -> float:
     """
     seconds = []
     for sends in (True, False):
-        within, between = 0, 0
+        within = 0
+        between = 0
         for message in event.messages:
             if message.sends is sends:
                 leaves = leaves_node(hardware, event, message)
@@ -175,9 +176,11 @@ def leaves_node(hardware: Hardware, event: Messages, message: Message) -> bool:
     These are the ``group_stride`` ranks from the traced one on, each to the same rank of its own
     group.
     """
-    devices, stride = int(hardware.devices_per_node.value), event.group_stride
-    first, second = event.rank * stride, message.peer * stride
+    devices = int(hardware.devices_per_node.value)
+    stride = event.group_stride
+    first = event.rank * stride
+    second = message.peer * stride
     return any(
-        (first + place) // devices != (second + place) // devices
-        for place in range(stride)
+        (first + offset) // devices != (second + offset) // devices
+        for offset in range(stride)
     )

@@ -18,11 +18,11 @@ class Action(NamedTuple):
 
     is_forward: bool
     stage: int
-    place: int  # Of the micro-batch
+    micro_batch: int
 
     @property
     def before(self) -> "Action":
-        """The action whose message it needs."""
+        """The action that sends the message it needs."""
         return self._replace(stage=self.stage - (1 if self.is_forward else -1))
 
     @property
@@ -43,7 +43,8 @@ def order_of(
     Source: the papers of ``parallel.pipeline``; a test compares it with
     ``torch.distributed.pipelining``.
     """
-    per_rank, after = schedule.stages_per_rank, ranks - 1 - rank
+    per_rank = schedule.stages_per_rank
+    after = ranks - 1 - rank
     total = count * per_rank
     # Forwards before the first backward; afterwards both alternate.
     ahead = {
@@ -54,12 +55,12 @@ def order_of(
     warm_up = min(ahead[schedule], total)
 
     def action(is_forward: bool, number: int) -> Action:
-        rounds, place = divmod(
+        rounds, offset = divmod(
             number, ranks
         )  # Micro-batches pass in groups of as many as ranks
         turn, own = divmod(rounds, per_rank)
         own = own if is_forward else per_rank - 1 - own
-        return Action(is_forward, own * ranks + rank, turn * ranks + place)
+        return Action(is_forward, own * ranks + rank, turn * ranks + offset)
 
     for number in range(total + warm_up):
         if number < total:
@@ -90,10 +91,13 @@ def duration(
         orders: actions of each rank.
         seconds: of a micro-batch's forward and of its backward through each stage.
     """
-    ranks, last = len(orders), len(seconds) - 1
+    ranks = len(orders)
+    last = len(seconds) - 1
     programs = [deque(program) for program in _with_messages(orders, last)]
     issued: list[deque[tuple[Action, float]]] = [deque() for _ in orders]
-    clocks, free, sent = [0.0] * ranks, [0.0] * ranks, dict[Action, float]()
+    clocks = [0.0] * ranks
+    free = [0.0] * ranks
+    sent = dict[Action, float]()
     while any(programs):
         for rank, program in enumerate(programs):
             while program:
@@ -110,7 +114,8 @@ def duration(
         for rank, messages in enumerate(issued):
             while messages:
                 action, moment = messages[0]
-                sender, receiver = action.stage % ranks, action.after.stage % ranks
+                sender = action.stage % ranks
+                receiver = action.after.stage % ranks
                 other = receiver if rank == sender else sender
                 if not issued[other] or issued[other][0][0] != action:
                     break
@@ -128,7 +133,8 @@ def _with_messages(
     """Program of each rank: (action, False), and (sending action, True) for a message, on sender
     and receiver alike."""
     programs: list[list[tuple[Action, bool]]] = [[] for _ in orders]
-    left, received = [deque(order) for order in orders], set[Action]()
+    left = [deque(order) for order in orders]
+    received = set[Action]()
     while any(left):
         for rank, actions in enumerate(left):
             if not actions or (

@@ -2,8 +2,8 @@
 
 Memory that another stream used (``record_stream``) is reusable only when that stream has finished
 the work it had when the memory was freed; the allocator checks this at its next request. Numbers
-are kept by phase, where they are linear in the number of equal layers; a maximum over phases is
-not.
+are kept by phase: in one they are linear in the number of equal layers, but a maximum over phases
+is not.
 
 Source: the behavior of ``c10/cuda/CUDACachingAllocator`` (``insert_events``, ``process_events``),
 and of its port for NPUs (``recordStream`` in ``NPUCachingAllocator.cpp`` of
@@ -133,7 +133,9 @@ def begin_replay(
 
 class _Replaying:
     def __init__(self, trace: Trace, hardware: Hardware, allocator: Allocator) -> None:
-        self.trace, self.allocator, self.clock = trace, allocator, Clock(hardware)
+        self.trace = trace
+        self.allocator = allocator
+        self.clock = Clock(hardware)
         self.blocks: dict[int, tuple[Block, Category]] = {}
         self.own_stream_counts = hardware.device_type == "npu"
         self.uses: dict[int, set[int]] = {}  # Number → streams that it was recorded on
@@ -150,7 +152,8 @@ class _Replaying:
         self.phase_begins = 0.0
 
     def run(self, axes: Container[str]) -> Replaying:
-        clock, events = self.clock, self.trace.events
+        clock = self.clock
+        events = self.trace.events
         last_step = max(
             (event.step for event in events if isinstance(event, Mark)), default=0
         )
@@ -198,13 +201,14 @@ class _Replaying:
         self.by_category[category] += block.size
         allocated = self.allocator.allocated_bytes - self.pending_bytes
         if allocated > self.peak_bytes:
-            self.peak_bytes, self.rising = allocated, True
+            self.peak_bytes = allocated
+            self.rising = True
 
     def record_stream(self, event: RecordStream) -> None:
         """Record a use on another stream; on an NPU the block's own stream counts too."""
-        found = self.blocks.get(event.block)
-        if found is not None and (
-            self.own_stream_counts or found[0].pool.stream != event.stream
+        entry = self.blocks.get(event.block)
+        if entry is not None and (
+            self.own_stream_counts or entry[0].pool.stream != event.stream
         ):
             self.uses.setdefault(event.block, set()).add(event.stream)
 
@@ -214,7 +218,8 @@ class _Replaying:
             return
         block, category = self.blocks.pop(number)
         if self.rising:
-            self.at_peak, self.rising = dict(self.by_category), False
+            self.at_peak = dict(self.by_category)
+            self.rising = False
         self.by_category[category] -= block.size
         streams = self.uses.pop(number, None) if self.uses else None
         # PyTorch does not query events here: a block with uses always waits for the next request.
@@ -229,7 +234,8 @@ class _Replaying:
         """Save the numbers of the phase that started with a mark, and start the next."""
         if self.rising:
             self.at_peak = dict(self.by_category)
-        used, gaps = Counter[str](), Counter[str]()
+        used = Counter[str]()
+        gaps = Counter[str]()
         for stream, bytes in self.allocator.reserved_by_stream.items():
             name = self.trace.streams.get(stream, f"stream {stream}")
             used[name] += self.allocator.take_most_used(stream)
@@ -238,12 +244,11 @@ class _Replaying:
             self.most_used[name] = max(self.most_used.get(name, 0), bytes)
             gaps[name] -= self.most_used[name]
         end_bytes = self.allocator.allocated_bytes - self.pending_bytes
-        seconds, memory = (
-            self.clock.now - self.phase_begins,
-            (end_bytes, self.peak_bytes, self.at_peak),
-        )
+        seconds = self.clock.now - self.phase_begins
+        memory = (end_bytes, self.peak_bytes, self.at_peak)
         self.phases.append(
             Phase(mark.step, mark.phase, seconds, *memory, dict(used), dict(gaps))
         )
         self.phase_begins = self.clock.now
-        self.peak_bytes, self.rising = end_bytes, True
+        self.peak_bytes = end_bytes
+        self.rising = True

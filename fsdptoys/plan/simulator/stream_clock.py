@@ -87,7 +87,8 @@ class Clock:
     """Times of the host and of each stream, in seconds from the beginning."""
 
     def __init__(self, hardware: Hardware) -> None:
-        self.host, self.parts = 0.0, Parts()
+        self.host = 0.0
+        self.parts = Parts()
         self._hardware = hardware
         self._operator_seconds = hardware.host_operator_seconds.value
         self._host_computes = hardware.device_type == "cpu"
@@ -104,7 +105,10 @@ class Clock:
         self._communicators: defaultdict[tuple[str, int, int], float] = defaultdict(
             float
         )
-        self._intra, self._inter, self._up, self._down = Lane(), Lane(), Lane(), Lane()
+        self._intra = Lane()
+        self._inter = Lane()
+        self._up = Lane()
+        self._down = Lane()
         self._sums: dict[int, tuple[float, dict[KernelKind, float]]] = {}
         """Seconds of ``Kernels``, by the identity of their tuple."""
         self._workers: list[float] = []  # Ends of the worker threads' operators
@@ -175,7 +179,8 @@ class Clock:
 
     def _kernel(self, event: events.Kernel) -> None:
         self.host += self._operator_seconds
-        stream, kind = event.stream, event.kind
+        stream = event.stream
+        kind = event.kind
         ready, last = self._start(stream)
         end = ready + costs.kernel_seconds(self._hardware, *event[2:])
         self._ready[stream] = end
@@ -183,7 +188,8 @@ class Clock:
             if ready > self._computed:
                 self._count_wait(ready, last)
             self.parts.kinds[kind] += end - self._computed
-            self._computed, self._last[stream] = end, None
+            self._computed = end
+            self._last[stream] = None
         else:
             self._last[stream] = Work(
                 ready, end, self._causes[stream], self._needed(last)
@@ -204,7 +210,8 @@ class Clock:
         self.host += self._operator_seconds * (len(kernels) - 1)
         # The last kernel starts no earlier than it is issued.
         end = max(ready + seconds, self.host + seconds / len(kernels))
-        self._ready[stream], self._last[stream] = end, None
+        self._ready[stream] = end
+        self._last[stream] = None
         if stream == COMPUTE_STREAM:
             self._count_wait(ready, last)
             self._count_wait(end - seconds, None)
@@ -220,7 +227,9 @@ class Clock:
 
     def _collective(self, event: events.Collective) -> None:
         self.host += self._hardware.host_collective_seconds.value
-        name, size, stride = event.name, event.group_size, event.group_stride
+        name = event.name
+        size = event.group_size
+        stride = event.group_stride
         seconds = costs.collective_seconds(
             self._hardware, name, event.bytes, size, stride
         )
@@ -299,9 +308,10 @@ class Clock:
         if self._others > ready:
             last = Work(ready, self._others, Cause.stages, self._needed(last))
             ready = self._others
-        start, asked = max(ready, not_before), -1.0
-        while asked != start:
-            asked = start
+        start = max(ready, not_before)
+        previous_start = -1.0
+        while previous_start != start:
+            previous_start = start
             for lane in lanes:
                 start = lane.free_from(start, seconds)
         for lane in lanes:
@@ -309,7 +319,9 @@ class Clock:
             lane.take(start, seconds)
         end = start + seconds
         work = Work(ready, end, cause, self._needed(last))
-        self._ready[stream], self._last[stream], self._causes[stream] = end, work, cause
+        self._ready[stream] = end
+        self._last[stream] = work
+        self._causes[stream] = cause
         if stream == COMPUTE_STREAM:
             self._count_wait(end, work)
             self._last[stream] = None
@@ -333,7 +345,8 @@ class Clock:
     def _wait_event(self, event: events.WaitEvent) -> None:
         happens, work = self._events.get(event.event, (0.0, None))
         if happens > self._ready[event.stream]:
-            self._ready[event.stream], self._last[event.stream] = happens, work
+            self._ready[event.stream] = happens
+            self._last[event.stream] = work
 
     def _host_wait_stream(self, event: events.HostWaitStream) -> None:
         streams = list(self._ready) if event.stream is None else [event.stream]
@@ -346,7 +359,8 @@ class Clock:
 
     def _host_until(self, moment: float, work: Work | None) -> None:
         if moment > self.host:
-            self.host, self._host_last = moment, self._needed(work)
+            self.host = moment
+            self._host_last = self._needed(work)
 
     def _needed(self, work: Work | None) -> Work | None:
         """Drop work that ended before the compute stream's last work: no pause is traced back to
@@ -355,7 +369,8 @@ class Clock:
 
     def _count_wait(self, until: float, work: Work | None) -> None:
         """Attribute the compute stream's wait to the work that ended last, and so on back."""
-        since, waits = self._computed, self.parts.waits
+        since = self._computed
+        waits = self.parts.waits
         self._computed = max(until, since)
         while until > since:
             if work is None or work.end <= since:

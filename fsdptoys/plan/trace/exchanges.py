@@ -38,8 +38,10 @@ class Exchanges:
         add: Callable[[simulated.Event], None],
         stream: Callable[[], int],
     ) -> None:
-        self._device_type, self._storages = device_type, storages
-        self._add, self._stream = add, stream
+        self._device_type = device_type
+        self._storages = storages
+        self._add = add
+        self._stream = stream
         self._groups: dict[str, Any] = {}  # Group → its own stream
         self._pending: dict[int, int] = {}
         """Stream of a group → event at the end of its last work without a wait."""
@@ -67,7 +69,7 @@ class Exchanges:
     ) -> Callable[[], None]:
         """Record a collective of ``size`` bytes, and return a function with which the current
         stream waits for it."""
-        place, axis = place_of(group, name)
+        shape, axis = place_of(group, name)
         purpose = (
             Category.exchange_buffers if axis in EXCHANGING_AXES else PURPOSES.get(name)
         )
@@ -76,10 +78,10 @@ class Exchanges:
             if purpose is not None:
                 self._storages.categorize(tensor, purpose)
         if not asynchronous or self._device_type == "cpu":
-            self._add(simulated.Collective(name, self._stream(), size, *place, axis))
+            self._add(simulated.Collective(name, self._stream(), size, *shape, axis))
             return lambda: None
         return self._issue(
-            lambda stream: simulated.Collective(name, stream, size, *place, axis), group
+            lambda stream: simulated.Collective(name, stream, size, *shape, axis), group
         )
 
     def exchange(
@@ -90,7 +92,7 @@ class Exchanges:
 
         Each is sent or received: whether it is sent, its tensor, and the other rank in the group.
         """
-        place, axis = place_of(group, "send")
+        shape, axis = place_of(group, "send")
         for _, tensor, _ in parts:
             self._storages.see(tensor)
             self._storages.categorize(tensor, Category.exchange_buffers)
@@ -100,7 +102,7 @@ class Exchanges:
         )
         return self._issue(
             lambda stream: simulated.Messages(
-                stream, messages, group.rank(), *place, axis
+                stream, messages, group.rank(), *shape, axis
             ),
             group,
         )
@@ -111,12 +113,13 @@ class Exchanges:
         """Add an event on the stream of a group; the compute stream waits for it with the work."""
         if self._device_type in ("cpu", "meta"):
             self.device_events += 2
-            begun, done = self.device_events - 1, self.device_events
-            self._add(simulated.RecordEvent(begun, COMPUTE_STREAM))
-            self._add(simulated.WaitEvent(begun, EXCHANGE))
+            ready = self.device_events - 1
+            finished = self.device_events
+            self._add(simulated.RecordEvent(ready, COMPUTE_STREAM))
+            self._add(simulated.WaitEvent(ready, EXCHANGE))
             self._add(event_on(EXCHANGE))
-            self._add(simulated.RecordEvent(done, EXCHANGE))
-            return lambda: self._add(simulated.WaitEvent(done, COMPUTE_STREAM))
+            self._add(simulated.RecordEvent(finished, EXCHANGE))
+            return lambda: self._add(simulated.WaitEvent(finished, COMPUTE_STREAM))
         own = self._groups.get(group.group_name) or self._groups.setdefault(
             group.group_name, MODULE.Stream()
         )

@@ -104,8 +104,8 @@ def extrapolate(shallow: T, deep: T, depths: tuple[int, int], n_layers: float) -
             return dataclasses.replace(b, **fields)  # type: ignore[type-var]
         return b
 
-    made: T = line(shallow, deep)
-    return made
+    result: T = line(shallow, deep)
+    return result
 
 
 def _figures(holder: Any) -> list[dataclasses.Field[Any]]:

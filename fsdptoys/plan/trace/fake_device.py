@@ -150,7 +150,8 @@ class DeviceModule:
     device = staticmethod(lambda device: nullcontext())  # there is one
 
     def __init__(self) -> None:
-        self.Stream, self.Event = Stream, Event
+        self.Stream = Stream
+        self.Event = Event
         self.name = DEVICE_NAME
         self.listener: Listener | None = None
         self.default: Stream
@@ -199,7 +200,7 @@ def stream_purposes() -> dict[int, str]:
 
 
 class PlannedDevice(Device):
-    """The trainer's view of the fake device, or of a CPU whose tensors are fake."""
+    """The trainer's view of the fake device, or of a CPU with fake tensors."""
 
     name = ""
     total_memory_bytes = 0
@@ -212,7 +213,8 @@ class PlannedDevice(Device):
             torch.device("cpu") if device_type == "cpu" else torch.device(self.type, 0)
         )
         self.backend = "fake"
-        self.name, self.total_memory_bytes = name, memory_bytes
+        self.name = name
+        self.total_memory_bytes = memory_bytes
 
     def synchronize(self) -> None:
         """Wait for the compute stream."""

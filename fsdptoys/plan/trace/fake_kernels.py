@@ -195,7 +195,7 @@ class CUDAProducts(DeviceProducts):
 
 
 class PlannedGrouped(grouped.Grouped):
-    """torch's grouped matmul, also for dtypes whose shapes it does not infer."""
+    """torch's grouped matmul. It also infers the shapes of dtypes that torch refuses."""
 
     def __init__(self) -> None:
         # torch 2.7 has none.
@@ -274,11 +274,11 @@ def replace_kernels(
         entries.append((IMPLEMENTATIONS[operation], {"compiled": function}))
     if attention is AttentionKind.npu:
         replacements.append((F, "scaled_dot_product_attention", attention_npu))
-        kept = (
+        saved = (
             *SAVED_OPERATORS["attention"],
             torch.ops.planned.npu_fusion_attention.default,
         )
-        entries.append((SAVED_OPERATORS, {"attention": kept}))
+        entries.append((SAVED_OPERATORS, {"attention": saved}))
     with replaced(*replacements), ExitStack() as stack:
         for table, values in entries:
             stack.enter_context(mock.patch.dict(table, values))

@@ -1,4 +1,4 @@
-"""Messages between stages of a pipeline whose other ranks do not exist.
+"""Messages between stages of a pipeline with one rank that exists.
 
 ``torch.distributed.pipelining`` sends and receives by public functions, which are replaced here:
 received tensors have no values, and the events of a trace say which messages were issued together.
@@ -71,7 +71,7 @@ def fake_stages(recorder: OpRecorder) -> Iterator[None]:
         stage: Stage,
         modules: nn.Module,
         received: Tensor,
-        place: Tensor,
+        number: Tensor,
     ) -> Tensor:
         recorder.begin_part("forward")
         out = run_stage(pipelined, stage, modules, received, torch.tensor(0))
@@ -79,8 +79,8 @@ def fake_stages(recorder: OpRecorder) -> Iterator[None]:
         return out
 
     def agree(_: Any, stages: Sequence[Any], *__: Any) -> None:
-        for each in stages:
-            each._inference_mode = _utils.InferenceMode.STATIC
+        for stage in stages:
+            stage._inference_mode = _utils.InferenceMode.STATIC
 
     functions = {"isend": isend, "irecv": irecv, "batch_isend_irecv": batch_isend_irecv}
     # An operation's function is compared with those of the module that defines them.

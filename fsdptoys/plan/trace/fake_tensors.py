@@ -119,7 +119,7 @@ class _FakeMode(FakeTensorMode):
             self._direct[func] = False
             return super().dispatch(func, types, args, kwargs)
         if isinstance(result, (list, tuple)):
-            return [self._fake(each, device) for each in result]
+            return [self._fake(tensor, device) for tensor in result]
         return self._fake(result, device)
 
     def _join(self, tensors: Any, dim: int = 0, *, device: torch.device) -> Tensor:
@@ -141,10 +141,8 @@ class _FakeMode(FakeTensorMode):
             ) or func._schema.name in DIRECT
         if not self._direct[func]:
             return None
-        device, first = (
-            kwargs.get("device") if kwargs else None,
-            args[0] if args else None,
-        )
+        device = kwargs.get("device") if kwargs else None
+        first = args[0] if args else None
         while isinstance(first, (list, tuple)) and first:
             first = first[0]
         if isinstance(first, Tensor):
@@ -179,7 +177,8 @@ def fake_tensors(device_type: str) -> Iterator[None]:
     """Make every tensor fake."""
     data = Tensor.data
     make_subclass = Tensor._make_subclass
-    storage_address, tensor_address = torch.UntypedStorage.data_ptr, Tensor.data_ptr
+    storage_address = torch.UntypedStorage.data_ptr
+    tensor_address = Tensor.data_ptr
 
     def make_alike(cls: type, *args: Any, **kwargs: Any) -> Any:
         # Autograd replaces data only by data of the same backend, and treats the fake device as
@@ -250,11 +249,13 @@ class Chunks:
     and takes two."""
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
-        self._tensor, self._dim = tensor, dim
+        self._tensor = tensor
+        self._dim = dim
         self._length = -(-tensor.shape[dim] // num_chunks)
 
-    def __getitem__(self, place: int) -> Tensor:
-        start, total = place * self._length, self._tensor.shape[self._dim]
+    def __getitem__(self, index: int) -> Tensor:
+        start = index * self._length
+        total = self._tensor.shape[self._dim]
         if start >= total:
             return self._tensor.new_empty(0)
         return self._tensor.narrow(self._dim, start, min(self._length, total - start))
@@ -268,7 +269,7 @@ def _are_many_alike(tensors: Sequence[Tensor]) -> bool:
 
 
 def repeating_chunks(chunk: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.chunk``, whose many chunks are one tensor where no gradient is taken.
+    """``torch.chunk``. Many chunks are one tensor if no gradient is taken.
 
     FSDP2 cuts a parameter that is not sharded along its first dim into a chunk for each shard, and
     joins them along another: with 256 shards half of the time of a trace.
@@ -351,10 +352,8 @@ def _fsdp1_streams() -> list[tuple[Any, str, Any]]:
     one, as in autograd's engine (``torch/csrc/autograd/input_buffer.cpp``). Private API of PyTorch:
     tested with torch 2.13.
     """
-    make_views, finish = (
-        FlatParamHandle._use_unsharded_views,
-        _runtime_utils._post_backward_hook,
-    )
+    make_views = FlatParamHandle._use_unsharded_views
+    finish = _runtime_utils._post_backward_hook
 
     def watched_views(handle: FlatParamHandle, as_params: bool) -> None:
         make_views(handle, as_params)

@@ -29,14 +29,15 @@ class InlineExecutor:
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run a job now."""
-        done = _Done()
+        job = _Done()
         with replaced((self._listener, "in_worker", True)):
             try:
-                done.set_result(function(*args))
+                job.set_result(function(*args))
             except BaseException as error:
-                done.set_exception(error)
-        done.jobs, done.listener = self._listener.worker_jobs, self._listener
-        return done
+                job.set_exception(error)
+        job.jobs = self._listener.worker_jobs
+        job.listener = self._listener
+        return job
 
     def map(self, function: Callable[..., Any], parts: Iterable[Any]) -> Iterator[Any]:
         """Run jobs now; wait for each result in turn."""

@@ -117,7 +117,7 @@ def matmul_workspace_bytes(hardware: Hardware) -> int:
     """cuBLAS's workspace for each thread and stream with matmuls."""
     if not hardware.attention.on_cuda:
         return 0
-    hopper = any(device in words for device in HOPPERS for words in hardware.matches)
+    hopper = any(device in name for device in HOPPERS for name in hardware.matches)
     return HOPPER_WORKSPACE_BYTES if hopper else WORKSPACE_BYTES
 
 
@@ -146,7 +146,8 @@ def cost_of(
     fresh: list[Tensor],
 ) -> Operator:
     """Cost of an operator; ``fresh`` are new tensors among its results."""
-    name, flops = func._schema.name, count_flops(func, args, kwargs, results)
+    name = func._schema.name
+    flops = count_flops(func, args, kwargs, results)
     kind = KernelKind.attention if name in ATTENTION else KernelKind.matmul
     attention = ""
     if name in ATTENTION:
@@ -186,10 +187,10 @@ def traffic(
     """Bytes that an operator reads and writes; ``fresh`` are new tensors among its results."""
     if name in TRAFFIC:
         return TRAFFIC[name](args)
-    written = sum(map(touched_bytes, fresh))
+    written_bytes = sum(map(touched_bytes, fresh))
     looked_up = LOOK_UPS.get(name)
     if looked_up is not None and not fresh:
-        written = max(
+        written_bytes = max(
             (
                 touched_bytes(tensor)
                 for argument, tensor in inputs
@@ -197,16 +198,17 @@ def traffic(
             ),
             default=0,
         )
-    total, seen = written if fresh else 0, set()
+    total = written_bytes if fresh else 0
+    counted = set()
     for argument, tensor in inputs:
         size = touched_bytes(tensor)
         if argument.name == looked_up:
-            size = min(size, written)
+            size = min(size, written_bytes)
         key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape)
         if (
-            key not in seen or name == "aten::cat"
+            key not in counted or name == "aten::cat"
         ):  # reads a tensor as often as it is given
-            seen.add(key)
+            counted.add(key)
             total += size * (argument.reads + argument.writes)
     if name == WIDENED_NORM and fresh:
         (_, tensor), *_ = inputs
@@ -277,7 +279,8 @@ def scratch_bytes(
 
 
 def _flash_backward_scratch(args: tuple[Any, ...]) -> list[int]:
-    query, key = args[1], args[2]
+    query = args[1]
+    key = args[2]
     batch, heads, queries, width = query.shape
     queries = -(-queries // 128) * 128
     rounded = -(-width // 32) * 32 if width <= 192 else 256
@@ -290,8 +293,11 @@ def _flash_backward_scratch(args: tuple[Any, ...]) -> list[int]:
 
 
 def _embedding_backward_scratch(args: tuple[Any, ...]) -> list[int]:
-    grad, indices, num_weights = args[0], args[1], args[2]
-    count, width = indices.numel(), grad.shape[-1]
+    grad = args[0]
+    indices = args[1]
+    num_weights = args[2]
+    count = indices.numel()
+    width = grad.shape[-1]
     if count <= EMBEDDING_SORTS_ABOVE:
         return []
     segments = min(count, num_weights)

@@ -71,20 +71,22 @@ class OpRecorder(TorchDispatchMode):
         optimizer step."""
         self.in_worker = False  # Whether the current work belongs to a worker thread
         self.worker_jobs = 0  # ``HostWork`` events of worker threads so far
-        self._attention, self._workspace_bytes = attention, workspace_bytes
+        self._attention = attention
+        self._workspace_bytes = workspace_bytes
         self._multiplied: set[tuple[bool, int]] = set()
         self._storages = Storages(device_type, self.trace.events, self.stream)
-        self._recording, self._silent = True, False
+        self._recording = True
+        self._silent = False
         self._handlers: dict[Any, Handler] = {}
-        self._named: set[int] | None = None
+        self._described_streams: set[int] | None = None
         """Streams that were live when their purposes were looked up."""
         self._exchanges = Exchanges(device_type, self._storages, self.add, self.stream)
-        self.communicate, self.exchange = (
-            self._exchanges.communicate,
-            self._exchanges.exchange,
-        )
-        self.memory, self.categorize = self._storages.memory, self._storages.categorize
-        self.find, self.see = self._storages.find, self._storages.see
+        self.communicate = self._exchanges.communicate
+        self.exchange = self._exchanges.exchange
+        self.memory = self._storages.memory
+        self.categorize = self._storages.categorize
+        self.find = self._storages.find
+        self.see = self._storages.see
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -108,9 +110,10 @@ class OpRecorder(TorchDispatchMode):
         if phase == "end":
             self.trace.host_bytes = self._storages.host_bytes
             live = {stream.number for stream in MODULE.live_streams}
-            if self._named is None or live - self._named:
+            if self._described_streams is None or live - self._described_streams:
                 # Visits every object of the process.
-                self._named, self.trace.streams = live, stream_purposes()
+                self._described_streams = live
+                self.trace.streams = stream_purposes()
             self.trace.streams |= dict.fromkeys(
                 self._exchanges.streams, "communication"
             )
@@ -210,24 +213,24 @@ class OpRecorder(TorchDispatchMode):
             if any(tensor.device.type == self._shapes_only for tensor in outputs):
                 return result
             inputs = [
-                (each, tensor)
-                for each, value in bind_arguments(arguments, args, kwargs)
+                (argument, tensor)
+                for argument, value in given(arguments, args, kwargs)
                 for tensor in tensors_in(value)
             ]
-            storages = {tensor.untyped_storage()._cdata for _, tensor in inputs}
+            input_keys = {tensor.untyped_storage()._cdata for _, tensor in inputs}
             fresh = [
                 tensor
                 for tensor in outputs
-                if tensor.untyped_storage()._cdata not in storages
+                if tensor.untyped_storage()._cdata not in input_keys
             ]
-            seen = [self._storages.see(tensor) for tensor in outputs]
+            storages = [self._storages.see(tensor) for tensor in outputs]
             if not fresh and not mutates:
                 return result  # a view by another name
             if all(
                 tensor.device.type != here
                 for tensor in [*outputs, *(tensor for _, tensor in inputs)]
             ):
-                for storage in seen:
+                for storage in storages:
                     storage.pinned |= bool(kwargs.get("pin_memory"))
                 self._host_work(
                     name,
@@ -271,7 +274,8 @@ class OpRecorder(TorchDispatchMode):
                 return handle(func, args, kwargs)
             if node.name() == "torch::autograd::AccumulateGrad":
                 return handle_in_place(in_place, args, kwargs)
-            peak, events = self.memory().peak_bytes, len(self.trace.events)
+            peak = self.memory().peak_bytes
+            events = len(self.trace.events)
             result = handle(func, args, kwargs)
             if (
                 self._recording
@@ -285,7 +289,8 @@ class OpRecorder(TorchDispatchMode):
 
     def _copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        name, here = func._schema.name, self.device_type
+        name = func._schema.name
+        here = self.device_type
         asynchronous = kwargs.get("non_blocking", False)
         if name == "aten::_to_copy":
             pairs = [(result, args[0])]
@@ -297,10 +302,8 @@ class OpRecorder(TorchDispatchMode):
             if self._shapes_only in (target.device.type, source.device.type):
                 return result
             into = self._storages.see(target)
-            onto_device, from_device = (
-                target.device.type == here,
-                source.device.type == here,
-            )
+            onto_device = target.device.type == here
+            from_device = source.device.type == here
             if onto_device == from_device:
                 within += touched_bytes(target) + touched_bytes(source)
                 continue
@@ -313,17 +316,18 @@ class OpRecorder(TorchDispatchMode):
             size = touched_bytes(target if onto_device else source)
             self.add(simulated.Transfer(self.stream(), size, onto_device, waits))
         if within and pairs[0][0].device.type == here:
-            kind, dtype = KernelKind.memory, dtype_name(pairs[0][1])
+            kind = KernelKind.memory
+            dtype = dtype_name(pairs[0][1])
             self.add(simulated.Kernel(name, self.stream(), kind, 0.0, within, dtype))
         elif within:
             self._host_work(name, within, 0)
         return result
 
     def _pin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        made = torch.empty_like(args[0])  # fake tensors have no pinned memory
-        self._storages.see(made).pinned = True
-        self._host_work(func._schema.name, 2 * touched_bytes(made), 0)
-        return made
+        pinned = torch.empty_like(args[0])  # fake tensors have no pinned memory
+        self._storages.see(pinned).pinned = True
+        self._host_work(func._schema.name, 2 * touched_bytes(pinned), 0)
+        return pinned
 
     def _read_number(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -338,7 +342,7 @@ class OpRecorder(TorchDispatchMode):
         )
 
     def _number(self, tensor: Tensor) -> Any:
-        """A placeholder for a real number: 0 from the device, where norms and losses are.
+        """A placeholder for a real number: 0 from the device, as for norms and losses.
 
         From the host it is 1, since optimizers divide by values derived from their step counters.
         """
@@ -365,7 +369,7 @@ class OpRecorder(TorchDispatchMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Answer a collective as if it were complete; record its size, group and stream."""
-        named = {
+        values = {
             argument.name: value
             for argument, value in bind_arguments(arguments_of(func), args, kwargs)
         }
@@ -381,16 +385,16 @@ class OpRecorder(TorchDispatchMode):
             return result
         largest = max(sum(map(touched_bytes, tensors_in(value))) for value in args)
         by_default = any(
-            each.name == "async_op" and each.default_value
-            for each in func._schema.arguments
+            argument.name == "async_op" and argument.default_value
+            for argument in func._schema.arguments
         )
-        group = dist.ProcessGroup.unbox(named["process_group"])
+        group = dist.ProcessGroup.unbox(values["process_group"])
         self.communicate(
             name,
             tensors,
             largest,
             group,
-            asynchronous=named.get("async_op", by_default),
+            asynchronous=values.get("async_op", by_default),
         )
         return result
 
@@ -403,14 +407,14 @@ class OpRecorder(TorchDispatchMode):
     def _take_workspace(self) -> None:
         """Allocate the library's workspace for a thread's first matmul on a stream; the backward
         has its own thread."""
-        place = (torch._C._current_graph_task_id() != -1, self.stream())
-        if place in self._multiplied:
+        user = (torch._C._current_graph_task_id() != -1, self.stream())
+        if user in self._multiplied:
             return
-        self._multiplied.add(place)
+        self._multiplied.add(user)
         if (
             self.device_type == "meta"
         ):  # a part of a program does not know what ran before
-            self.add(Mark(FIRST_MATMUL, "backward" if place[0] else "forward"))
+            self.add(Mark(FIRST_MATMUL, "backward" if user[0] else "forward"))
         elif self._workspace_bytes:
             with replaced((self._storages, "phase", "library")):
                 self._storages.begin(Storage(self._workspace_bytes, True))
@@ -426,10 +430,8 @@ class OpRecorder(TorchDispatchMode):
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Record the program."""
-        resize, propagate = (
-            torch.UntypedStorage.resize_,
-            ShardingPropagator._propagate_tensor_meta_non_cached,
-        )
+        resize = torch.UntypedStorage.resize_
+        propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def watched_resize(storage: torch.UntypedStorage, size: int) -> Any:
             resized = resize(storage, size)

@@ -158,10 +158,10 @@ class _KeepsInputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        made = getattr(torch.ops.planned, f"{ctx.name}_backward")(
+        gradients = getattr(torch.ops.planned, f"{ctx.name}_backward")(
             grads[0], *ctx.saved_tensors
         )
-        return None, *([made] if isinstance(made, Tensor) else made)
+        return None, *([gradients] if isinstance(gradients, Tensor) else gradients)
 
 
 class _Rotary(torch.autograd.Function):

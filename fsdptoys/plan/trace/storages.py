@@ -57,7 +57,9 @@ class Storages:
     def __init__(
         self, device_type: str, events: list[Event], stream: Callable[[], int]
     ) -> None:
-        self._device_type, self._events, self._stream = device_type, events, stream
+        self._device_type = device_type
+        self._events = events
+        self._stream = stream
         self.phase = "construction"
         self.region: Category | None = None
         self.recording = True
@@ -78,21 +80,21 @@ class Storages:
         """A tensor's storage; a new one starts a block."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        seen = self._live.get(key)
-        if seen is None:
+        live = self._live.get(key)
+        if live is None:
             on_device = tensor.device.type == self._device_type
             # Meta tensors of a trace on another device, such as a model before its initialization,
             # have no memory.
-            seen = Storage(
+            live = Storage(
                 0
                 if tensor.device.type == "meta" and not on_device
                 else storage.nbytes(),
                 on_device,
             )
-            seen.reference = weakref.ref(storage, functools.partial(self._forget, key))
-            self._live[key] = seen
-            self.begin(seen)
-        return seen
+            live.reference = weakref.ref(storage, functools.partial(self._forget, key))
+            self._live[key] = live
+            self.begin(live)
+        return live
 
     def begin(self, storage: Storage) -> None:
         """Allocate a storage's memory."""
@@ -123,9 +125,9 @@ class Storages:
 
     def scratch(self, sizes: Iterable[int]) -> None:
         """Allocate and free a kernel's temporary memory."""
-        taken = [Storage(size, True) for size in sizes]
+        blocks = [Storage(size, True) for size in sizes]
         for change in (self.begin, self.end):
-            for storage in taken:
+            for storage in blocks:
                 change(storage)
 
     def resize(self, key: int, size: int) -> None:
@@ -168,15 +170,15 @@ class Storages:
 
     def finish(self, trace: Trace) -> None:
         """Give a trace the categories that became known after the blocks."""
-        words = {
+        purposes = {
             "all-gather": Category.gathered_parameters,
             "reduce": Category.reduction_buffers,
         }
         streams = trace.streams.items()
         by_stream = {
-            number: words[word]
+            number: purposes[word]
             for number, purpose in streams
-            for word in words
+            for word in purposes
             if word in purpose
         }
         transfers = {
@@ -190,12 +192,13 @@ class Storages:
         for event in trace.events:
             if (
                 isinstance(event, Alloc)
-                and (known := self._categories[event.block]) is not event.category
+                and (category := self._categories[event.block]) is not event.category
             ):
-                trace.categories[event.block] = known
+                trace.categories[event.block] = category
 
     def _forget(self, key: int, _: object) -> None:
-        storage, replaced = self._live.pop(key), self._replaced
+        storage = self._live.pop(key)
+        replaced = self._replaced
         if (
             replaced is None
             or key != replaced.old

@@ -94,7 +94,7 @@ def trainer_program(
             param_init=lambda param, name: None,
             stand_ins=stand_ins,
         )
-        recorder.objects = functools.partial(_known, trainer)
+        recorder.objects = functools.partial(_known_tensors, trainer)
         trainer.on_phase = recorder.mark
         if (
             isinstance(trainer.strategy.model, DistributedDataParallel)
@@ -128,13 +128,16 @@ def _steps_only(config: Config) -> Config:
     train = dataclasses.replace(
         config.train, steps=STEPS, eval_every=0, max_seconds=None, compile=False
     )
-    train.float8, train.float8_all_gather = Float8.none, False
+    train.float8 = Float8.none
+    train.float8_all_gather = False
     if train.deterministic.covers_layouts and isinstance(config.model, MoEConfig):
         # Shapes of its matmuls are numbers of tokens, which fake tensors do not have.
-        train.deterministic, train.slices = Deterministic.false, 1
+        train.deterministic = Deterministic.false
+        train.slices = 1
     memory = copy.copy(config.memory)
     # One thread: a replay cannot show the gain of several.
-    memory.checkpointing_budget, memory.cpu_threads = None, 1
+    memory.checkpointing_budget = None
+    memory.cpu_threads = 1
     data = SyntheticConfig(eval_samples=0, mask_documents=config.data.mask_documents)
     model = dataclasses.replace(config.model, init_from=None)
     off = {
@@ -148,8 +151,8 @@ def _steps_only(config: Config) -> Config:
     )  # type: ignore[arg-type]
 
 
-def _known(trainer: Trainer) -> Iterator[tuple[Category, Tensor]]:
-    """Tensors whose purpose the trainer's parts know."""
+def _known_tensors(trainer: Trainer) -> Iterator[tuple[Category, Tensor]]:
+    """Yield tensors with the purpose that the trainer's parts know."""
     for _, param in trainer.strategy.named_parameters():
         yield Category.parameters, param
         if param.grad is not None:

@@ -86,13 +86,13 @@ def _workers(device_type: str, owner: int) -> list[Worker]:
     forks = can_fork()
     workers: list[Worker] = []
     for _ in range(WORKERS):
-        ours, theirs = multiprocessing.Pipe()
+        own_end, process_end = multiprocessing.Pipe()
         errors = tempfile.NamedTemporaryFile()  # noqa: SIM115  # lives as long as the process
         # A fork closes our ends, so that it ends with this process.
-        inherited = [ours, *(worker.pipe for worker in workers)] if forks else []
-        process = start_worker(forks, device_type, theirs, errors.name, inherited)
-        theirs.close()
-        workers.append(Worker(process, ours, errors))
+        inherited = [own_end, *(worker.pipe for worker in workers)] if forks else []
+        process = start_worker(forks, device_type, process_end, errors.name, inherited)
+        process_end.close()
+        workers.append(Worker(process, own_end, errors))
     return workers
 
 
@@ -168,7 +168,7 @@ def serve(
     gc.disable()
     gc.freeze()
     count = 0
-    place = (0, 0)
+    installed = (0, 0)
     while True:
         try:
             ranks, rank, function, arguments = pipe.recv()
@@ -176,9 +176,9 @@ def serve(
             return
         answer: Any
         try:
-            if (ranks, rank) != place:
+            if (ranks, rank) != installed:
                 fake_device.install(device_type, ranks, rank)
-                place = ranks, rank
+                installed = ranks, rank
             answer = function(*arguments)
         except ConfigError as mistake:
             answer = ConfigError, str(mistake)

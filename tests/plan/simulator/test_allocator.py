@@ -137,22 +137,25 @@ def test_invariants_hold_over_random_requests(kind: type[Allocator], seed: int) 
 def test_native_agrees_with_a_slow_reference_implementation(seed: int) -> None:
     """Oracle: ``_SlowNative``, which scans plain lists; addresses and totals must be equal."""
     generator = random.Random(seed)
-    ours, slow = NativeAllocator(), _SlowNative()
+    allocator = NativeAllocator()
+    slow = _SlowNative()
     live: list[tuple[Block, tuple[int, int]]] = []
     numbers: dict[int, int] = {}
     for _ in range(1500):
         if live and generator.random() < 0.48:
-            block, place = live.pop(generator.randrange(len(live)))
-            ours.free(block)
-            slow.free(place)
+            block, position = live.pop(generator.randrange(len(live)))
+            allocator.free(block)
+            slow.free(position)
         else:
-            size, stream = _some_size(generator), generator.randrange(2)
-            block, place = ours.allocate(size, stream), slow.allocate(size, stream)
+            size = _some_size(generator)
+            stream = generator.randrange(2)
+            block = allocator.allocate(size, stream)
+            position = slow.allocate(size, stream)
             base = _first(block).address
-            assert numbers.setdefault(base, place[0]) == place[0]
-            assert block.address - base == place[1]
-            live.append((block, place))
-        assert _reserved(ours) == sum(slow.sizes)
+            assert numbers.setdefault(base, position[0]) == position[0]
+            assert block.address - base == position[1]
+            live.append((block, position))
+        assert _reserved(allocator) == sum(slow.sizes)
 
 
 def _reserved(allocator: Allocator) -> int:
@@ -202,30 +205,31 @@ class _SlowNative:
         size = max(512, (requested + 511) // 512 * 512)
         small = size <= MIB
         fits = [
-            (piece[1], number, place)
+            (piece[1], number, index)
             for number, segment in enumerate(self.segments)
             if self.keys[number] == (stream, small)
-            for place, piece in enumerate(segment)
+            for index, piece in enumerate(segment)
             if not piece[2] and piece[1] >= size
         ]
         if fits:
-            _, number, place = min(fits)
+            _, number, index = min(fits)
         else:
-            taken = (
+            segment_bytes = (
                 2 * MIB
                 if small
                 else 20 * MIB
                 if size < 10 * MIB
                 else (size + 2 * MIB - 1) // (2 * MIB) * 2 * MIB
             )
-            self.segments.append([[0, taken, 0]])
+            self.segments.append([[0, segment_bytes, 0]])
             self.keys.append((stream, small))
-            self.sizes.append(taken)
-            number, place = len(self.segments) - 1, 0
-        piece = self.segments[number][place]
+            self.sizes.append(segment_bytes)
+            number = len(self.segments) - 1
+            index = 0
+        piece = self.segments[number][index]
         rest = piece[1] - size
         if rest >= 512 if small else rest > MIB:
-            self.segments[number].insert(place + 1, [piece[0] + size, rest, 0])
+            self.segments[number].insert(index + 1, [piece[0] + size, rest, 0])
             piece[1] = size
         piece[2] = 1
         return number, piece[0]

@@ -17,7 +17,8 @@ from fsdptoys.plan.simulator.pipeline_schedules import (
     order_of,
 )
 
-ONE_BY_ONE, INTERLEAVED = PipelineSchedule("1f1b"), PipelineSchedule.interleaved
+ONE_BY_ONE = PipelineSchedule("1f1b")
+INTERLEAVED = PipelineSchedule.interleaved
 
 pytestmark = [
     pytest.mark.usefixtures("unmeasured"),
@@ -43,16 +44,16 @@ def test_interleaved_order_is_pytorchs(ranks: int, count: int) -> None:
     ]
     schedule = pipelining.ScheduleInterleaved1F1B(stages, count)  # type: ignore[arg-type]
     for rank, actions in schedule.pipeline_order.items():
-        theirs = [
+        expected = [
             Action(
-                each.computation_type.name == "FORWARD",
-                each.stage_index,
-                each.microbatch_index or 0,
+                action.computation_type.name == "FORWARD",
+                action.stage_index,
+                action.microbatch_index or 0,
             )
-            for each in actions
-            if each is not None
+            for action in actions
+            if action is not None
         ]
-        assert list(order_of(INTERLEAVED, ranks, rank, count)) == theirs
+        assert list(order_of(INTERLEAVED, ranks, rank, count)) == expected
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_a_slow_stage_determines_the_time() -> None:
 def test_micro_batches_in_flight_are_those_of_the_schedule() -> None:
     """Oracle: all m of gpipe; p − r of 1f1b; 3 p − 1 forwards of half of rank 0's layers, p + 1 of
     the last's."""
-    stages = [Stage(place, place + 1, place == 0, place == 7) for place in range(8)]
+    stages = [Stage(index, index + 1, index == 0, index == 7) for index in range(8)]
     for schedule, expected in (
         (PipelineSchedule.gpipe, [8, 8, 8, 8]),
         (ONE_BY_ONE, [4, 3, 2, 1]),

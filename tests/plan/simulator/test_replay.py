@@ -47,7 +47,8 @@ def run(*events: Event, device_type: str = "cuda", **hardware: float) -> Clock:
     for event in events:
         clock.advance(event)
     clock.end_window()
-    waits, kinds = clock.parts.waits.values(), clock.parts.kinds.values()
+    waits = clock.parts.waits.values()
+    kinds = clock.parts.kinds.values()
     assert sum(waits) + sum(kinds) == pytest.approx(clock.now)
     return clock
 
@@ -212,10 +213,8 @@ def test_volumes_add_up_by_collective_and_axis() -> None:
     6."""
     clock = run(gather(4), gather(2), Collective("all_reduce", 2, 6, 2, 2, "replicate"))
     volumes = clock.parts.volumes
-    gathers, reduction = (
-        volumes["all_gather", "shard", 2],
-        volumes["all_reduce", "replicate", 2],
-    )
+    gathers = volumes["all_gather", "shard", 2]
+    reduction = volumes["all_reduce", "replicate", 2]
     assert (gathers.calls, gathers.bytes, gathers.seconds) == (2, 6, 6.0)
     assert (reduction.calls, reduction.bytes, reduction.seconds) == (1, 6, 6.0)
 
