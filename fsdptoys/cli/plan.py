@@ -38,12 +38,8 @@ from fsdptoys.plan.search.advice import advise
 from fsdptoys.plan.search.frontier_plot import draw_frontier
 from fsdptoys.plan.search.search import search
 from fsdptoys.plan.search.switches import node_ranks_of, validate_switches
-from fsdptoys.plan.text_report import (
-    advice_to_dict,
-    print_prediction,
-    print_search,
-    search_to_dict,
-)
+from fsdptoys.plan.search_report import print_search, search_to_dict
+from fsdptoys.plan.text_report import advice_to_dict, print_prediction
 from fsdptoys.utils.atomic_write import check_output
 from fsdptoys.utils.signal_handlers import handle_signals
 

@@ -10,12 +10,10 @@ weights and checkpoints of a run may be gone.
 
 Not covered: memory (no rate decides it), the spread between steps, rates that depend on message
 size.
-Source: Levenberg-Marquardt (https://doi.org/10.1137/0111030) in the logarithms of the factors.
 """
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,6 +35,7 @@ from fsdptoys.device.profile import (
 )
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.prediction import Prediction
+from fsdptoys.plan.least_squares import minimize, move_factor
 from fsdptoys.train.recorded_run import RecordedRun, read_recorded_run
 from fsdptoys.utils.tables import print_grid
 
@@ -50,15 +49,9 @@ LEAST_EFFECT = 1e-3
 """Smallest relative change of a prediction, on doubling or halving a rate, for the rate to be
 fitted."""
 LEAST_EFFICIENCY = 0.02
-STEP = 0.01  # Step in the logarithm of a factor, for derivatives
-ITERATIONS = 30
-JUMPS = tuple(math.log(2) * halves / 2 for halves in (-4, -2, -1, 1, 2, 4))
-"""Trial moves of single rates: a rate that bounds nothing at the current point has no derivative,
-but may matter further away."""
 
 Predict = Callable[[Config, Hardware, int], Prediction]
 """Predicts a run; it is called often for the same run on hardware of one kind."""
-Residuals = Callable[[np.ndarray], np.ndarray]
 
 
 class Case(NamedTuple):
@@ -145,7 +138,8 @@ def calibrate(
     def matters(index: int) -> bool:
         """Whether a factor of 2 or 1/2, within its limits, changes any prediction."""
         moves = [
-            _moved(start, limits, index, jump) for jump in (math.log(2), -math.log(2))
+            move_factor(start, limits, index, jump)
+            for jump in (math.log(2), -math.log(2))
         ]
         return any(
             np.max(np.abs(predicted(moved) / before - 1)) > LEAST_EFFECT
@@ -163,7 +157,7 @@ def calibrate(
 
     factors = start.copy()
     if relevant:
-        factors[relevant] = _least_squares(residuals, limits[relevant])
+        factors[relevant] = minimize(residuals, limits[relevant])
     source = f"calibrated from {names} on {today or date.today()}"
     result = _scaled(hardware, parameters, factors, source)
     after = predicted(factors)
@@ -229,75 +223,6 @@ def _scaled(
         }
     changes["attention_backends"] = backends  # type: ignore[assignment]
     return dataclasses.replace(hardware, **changes)  # type: ignore[arg-type]
-
-
-def _moved(
-    point: np.ndarray, limits: np.ndarray, index: int, jump: float
-) -> np.ndarray:
-    """A copy of a point with one factor moved, within its limits."""
-    moved = point.copy()
-    moved[index] = np.clip(point[index] + jump, *limits[index])
-    return moved
-
-
-def _least_squares(residuals: Residuals, limits: np.ndarray) -> np.ndarray:
-    """Minimize the sum of squares within limits, starting from zero: descend, and jump where that
-    leads lower."""
-    point = np.zeros(len(limits))
-    value = residuals(point)
-    for _ in range(len(limits) + 1):
-        point, value = _descend(residuals, limits, point, value)
-        best = point
-        best_value = value
-        for index, jump in itertools.product(range(len(point)), JUMPS):
-            moved = _moved(point, limits, index, jump)
-            new = residuals(moved)
-            if new @ new < 0.99 * (best_value @ best_value):
-                best = moved
-                best_value = new
-        if best is point:
-            break
-        point = best
-        value = best_value
-    return point
-
-
-def _descend(
-    residuals: Residuals, limits: np.ndarray, point: np.ndarray, value: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Damped Gauss-Newton steps until nothing is gained."""
-    damping = 1e-3
-    for _ in range(ITERATIONS):
-        steps = np.diag(np.where(point + STEP <= limits[:, 1], STEP, -STEP))
-        jacobian = np.stack(
-            [(residuals(point + step) - value) / step.sum() for step in steps], axis=1
-        )
-        gradient = jacobian.T @ value
-        # Factors at a limit that would leave it stay fixed in this step.
-        free = ~(
-            ((point <= limits[:, 0]) & (gradient > 0))
-            | ((point >= limits[:, 1]) & (gradient < 0))
-        )
-        if not free.any():
-            break
-        square = jacobian[:, free].T @ jacobian[:, free]
-        while damping < 1e9:
-            step = np.zeros_like(point)
-            step[free] = np.linalg.solve(
-                square + damping * np.diag(np.diag(square)), -gradient[free]
-            )
-            moved = np.clip(point + step, limits[:, 0], limits[:, 1])
-            new = residuals(moved)
-            if new @ new < value @ value:
-                break
-            damping *= 10
-        else:
-            break
-        gained = value @ value - new @ new
-        point, value, damping = moved, new, max(damping / 10, 1e-9)
-        if gained < 1e-4 * (value @ value) + 1e-6:
-            break
-    return point, value
 
 
 def read_run(path: Path) -> tuple[RecordedRun, Config, float]:

@@ -24,9 +24,8 @@ from typing import Any
 PRODUCT = ("fsdptoys", "models", "patches")
 
 SPARE_FACTOR = 3
-SPARE_SITES = (
-    6  # a package draws 3 n + 6 sites for n breaks, since no test may execute some
-)
+# a package draws 3 n + 6 sites for n breaks, since no test may execute some
+SPARE_SITES = 6
 
 OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,

@@ -55,11 +55,8 @@ def test_lost_tracing_process_is_reported_and_replaced(
     number: int, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the full message; the next prediction has the numbers of the one before the loss."""
-    overrides = (
-        *WORDS,
-        "train.seq_len=4096",
-        f"optim.beta1=0.{number}",
-    )  # not traced by others
+    # not traced by others
+    overrides = (*WORDS, "train.seq_len=4096", f"optim.beta1=0.{number}")
     config = configured(overrides, 8, "cuda")
     hardware = load_hardware("h100")
     before = fast_estimate(config, hardware, 8)

@@ -276,9 +276,8 @@ def _stage_seconds(
         [of_layer * stage.size * share, of_layer * stage.size * (1 - share)]
         for stage in stages
     ]
-    chunked = (
-        config.memory.chunk_loss
-    )  # A chunked loss has its gradients in the forward.
+    # A chunked loss has its gradients in the forward.
+    chunked = config.memory.chunk_loss
     for stage, forward in ((0, 1 / 3), (-1, 1.0 if chunked else 1 / 3)):
         edge = traced.seconds(0, is_last=stage == -1)
         seconds[stage] = [

@@ -14,7 +14,7 @@ from fsdptoys.plan.simulator.events import (
     Mark,
 )
 
-from .skeleton import Layout
+from .stand_ins import Layout
 
 # ``Mark.step`` where a stage begins, and where the gradient of a parameter is final
 STAGE = -4

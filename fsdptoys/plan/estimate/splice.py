@@ -24,7 +24,7 @@ from fsdptoys.plan.trace.exchanges import EXCHANGE
 from fsdptoys.plan.trace.op_recorder import FIRST_MATMUL
 
 from .segment import GRADIENT, STAGE, Piece, Segment
-from .skeleton import TOKENS, Note
+from .stand_ins import TOKENS, Note
 
 OFFLOAD = "activation offload"  # Purpose of a stream
 

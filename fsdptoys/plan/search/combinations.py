@@ -58,11 +58,8 @@ SENSIBLE = Space(
 
 
 REDUCES_OFTEN = "parallel.reduce_each_microbatch"
-PIPELINE = (
-    "mesh.pp_size",
-    "parallel.schedule",
-    "train.grad_accum",
-)  # Settings of a pipeline
+# Settings of a pipeline
+PIPELINE = ("mesh.pp_size", "parallel.schedule", "train.grad_accum")
 SCHEDULES = (PipelineSchedule("1f1b"), PipelineSchedule.interleaved)
 MICRO_BATCHES = 8
 """Micro-batches of each stage: with 1f1b stages wait for at most a ninth of a step."""
@@ -107,15 +104,13 @@ class Combinations:
 
     def all(self) -> Iterator[dict[str, Any]]:
         """All combinations that agree with the command line; validation may still refuse one."""
-        table = {name: STRATEGIES[name].capabilities for name in self.space.strategies}
-        if self.world_size == 1:
-            table = {
-                name: can
-                for name, can in table.items()
-                if can.single_process or can.shards_parameters
-            }
-        else:
-            table = {name: can for name, can in table.items() if not can.single_process}
+        is_single = self.world_size == 1
+        table = {
+            name: CAPABILITIES[name]
+            for name in self.space.strategies
+            if CAPABILITIES[name].single_process == is_single
+            or CAPABILITIES[name].shards_parameters
+        }
         per_parameter = {
             name: can for name, can in table.items() if not can.flattens_parameters
         }
@@ -178,9 +173,8 @@ class Combinations:
         )
         if self.base.train.grad_accum > 1 and not splits:
             yield from self._allowed([{REDUCES_OFTEN: True}, {REDUCES_OFTEN: False}])
-        if (
-            getattr(self.base.parallel, "wrap", None) is not Wrap.auto
-        ):  # not by class or size
+        # Not by class or size
+        if getattr(self.base.parallel, "wrap", None) is not Wrap.auto:
             yield from self._allowed(
                 [{"parallel.wrap": wrap} for wrap in self.space.wraps]
             )

@@ -41,9 +41,8 @@ class Effect:
 
     setting: str  # ``key=value`` of the best
     instead_of: str  # The other value
-    saved_bytes: (
-        int  # Reserved memory that the best needs less; negative if it needs more
-    )
+    # Reserved memory that the best needs less; negative if it needs more
+    saved_bytes: int
     added_seconds: float  # Of a step; negative if the best is faster
     speedup: float  # Relative difference in tokens per second
     fits: bool  # Whether the other combination fits

@@ -91,9 +91,8 @@ class Candidate:
     overrides: tuple[str, ...]
     config: Config  # Validated; its section ``plan`` is as composed
     prediction: Prediction
-    switches: (
-        int  # Number of sharding and memory settings that differ from their defaults
-    )
+    # Number of sharding and memory settings that differ from their defaults
+    switches: int
     changes: Changes = field(
         default_factory=dict
     )  # Changed switches, without the batch

@@ -25,9 +25,8 @@ from fsdptoys.config.plan_config import AllocatorKind
 MIB = 2**20
 MIN_BLOCK_BYTES = 512  # Every block is a multiple
 SMALL_BYTES = MIB  # Largest request of a small pool
-SMALL_SEGMENT_BYTES = (
-    2 * MIB
-)  # Native segments, and pages of expandable ones, in small pools
+# Native segments, and pages of expandable ones, in small pools
+SMALL_SEGMENT_BYTES = 2 * MIB
 LARGE_SEGMENT_BYTES = 20 * MIB
 """Native segments for requests below ``MIN_LARGE_BYTES``, and pages of expandable ones, in large
 pools."""
@@ -95,9 +94,8 @@ class Allocator(ABC):
     def __init__(self, device_type: str = "cuda") -> None:
         self._padding_bytes = NPU_PADDING_BYTES if device_type == "npu" else 0
         self._alignment_bytes = self.npu_alignment_bytes if device_type == "npu" else 1
-        self.allocated_bytes = (
-            0  # Bytes of blocks in use, rounded: ``memory_allocated()``
-        )
+        # Bytes of blocks in use, rounded: ``memory_allocated()``
+        self.allocated_bytes = 0
         self.pools: dict[int, tuple[Pool, Pool]] = {}
         # Bytes taken from the device for each stream with a request: ``memory_reserved()``
         self.reserved_by_stream: defaultdict[int, int] = defaultdict(int)

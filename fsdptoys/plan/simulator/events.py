@@ -56,9 +56,8 @@ class Kernel(NamedTuple):
     flops: float  # As computed: for causal attention half the square
     bytes: int
     dtype: str  # Dtype of its largest input, such as ``bfloat16``
-    attention: str = (
-        ""  # Backend of attention: a key of a profile's ``attention_backends``
-    )
+    # Backend of attention: a key of a profile's ``attention_backends``
+    attention: str = ""
 
 
 class Kernels(NamedTuple):
@@ -83,9 +82,8 @@ class Transfer(NamedTuple):
     stream: int
     bytes: int
     to_device: bool
-    blocking: (
-        bool  # Whether the host waits for its end: not pinned, or not asynchronous
-    )
+    # Whether the host waits for its end: not pinned, or not asynchronous
+    blocking: bool
 
 
 class Collective(NamedTuple):

@@ -97,9 +97,8 @@ class Clock:
         self._last: defaultdict[int, Work | None] = defaultdict(lambda: None)
         """The work that a stream is ready after; None for the host or the compute stream."""
         self._host_last: Work | None = None
-        self._others = (
-            0.0  # Time until which other ranks hold up the event that is processed
-        )
+        # Time until which other ranks hold up the event that is processed
+        self._others = 0.0
         self._causes: defaultdict[int, Cause] = defaultdict(lambda: Cause.communication)
         self._events: dict[int, tuple[float, Work | None]] = {}
         self._communicators: defaultdict[tuple[str, int, int], float] = defaultdict(
@@ -112,9 +111,8 @@ class Clock:
         self._sums: dict[int, tuple[float, dict[KernelKind, float]]] = {}
         """Seconds of ``Kernels``, by the identity of their tuple."""
         self._workers: list[float] = []  # Ends of the worker threads' operators
-        self._computed = (
-            0.0  # Time until which the compute stream is accounted for in ``parts``
-        )
+        # Time until which the compute stream is accounted for in ``parts``
+        self._computed = 0.0
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.Kernel: self._kernel,
             events.Kernels: self._kernels,

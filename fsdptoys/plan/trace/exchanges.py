@@ -3,20 +3,23 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fsdptoys.metrics.prediction import Category
 from fsdptoys.parallel.mesh import EXCHANGING_AXES
 from fsdptoys.plan.simulator import events as simulated
 from fsdptoys.plan.simulator.events import COMPUTE_STREAM
+from fsdptoys.profiler.dispatch import COLLECTIVES, arguments_of, given, tensors_in
 
 from .fake_device import MODULE
 from .groups import place_of
+from .op_costs import touched_bytes
 from .storages import Storages
 
-EXCHANGE = (
-    -3
-)  # Stream of exchanges on the meta device and on CPUs, which have no streams
+# Stream of exchanges on the meta device and on CPUs, which have no streams
+EXCHANGE = -3
 PURPOSES = {
     "all_gather": Category.gathered_parameters,
     "reduce_scatter": Category.reduction_buffers,
@@ -57,6 +60,37 @@ class Exchanges:
         for event in self._pending.values():
             self._add(simulated.WaitEvent(event, COMPUTE_STREAM))
         self._pending.clear()
+
+    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a collective as if it were complete; record its size, group and stream."""
+        values = {
+            argument.name: value
+            for argument, value in given(arguments_of(func), args, kwargs)
+        }
+        name = COLLECTIVES.get(func._schema.name.partition("::")[2])
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(list(tensors_in(args[0])))
+        work = torch._C._distributed_c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
+        result = (args[0], work) if len(func._schema.returns) == 2 else work
+        tensors = [tensor for value in args for tensor in tensors_in(value)]
+        if name is None or not any(
+            tensor.device.type == self._device_type for tensor in tensors
+        ):
+            return result
+        largest = max(sum(map(touched_bytes, tensors_in(value))) for value in args)
+        by_default = any(
+            argument.name == "async_op" and argument.default_value
+            for argument in func._schema.arguments
+        )
+        group = dist.ProcessGroup.unbox(values["process_group"])
+        self.communicate(
+            name,
+            tensors,
+            largest,
+            group,
+            asynchronous=values.get("async_op", by_default),
+        )
+        return result
 
     def communicate(
         self,

@@ -36,9 +36,8 @@ HOLDERS = {
 """Purpose of a stream → attributes that hold it, in PyTorch's FSDP2, FSDP1 and here."""
 PURPOSES = {name: purpose for purpose, names in HOLDERS.items() for name in names}
 
-DEVICE_NAME = (
-    "planned"  # Device type that stands for CUDA: a name that nothing else has
-)
+# Device type that stands for CUDA: a name that nothing else has
+DEVICE_NAME = "planned"
 
 
 @contextmanager

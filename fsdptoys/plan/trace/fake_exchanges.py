@@ -62,7 +62,7 @@ class _FakeExchanges:
     def collective(self, name: str) -> Callable[..., None]:
         def communicate(received: Tensor, sent: Tensor, *_: Any, group: Any) -> None:
             size = max(touched_bytes(received), touched_bytes(sent))
-            self.recorder.communicate(
+            self.recorder.exchanges.communicate(
                 name, (received, sent), size, group, asynchronous=False
             )
 
@@ -79,7 +79,7 @@ class _FakeExchanges:
     def pass_on(self, tensor: Tensor, group: Any) -> Callable[[], Tensor]:
         sent = tensor.contiguous()
         received = torch.empty_like(sent)
-        wait = self.recorder.communicate(
+        wait = self.recorder.exchanges.communicate(
             "send", (sent, received), touched_bytes(sent), group, asynchronous=True
         )
 

@@ -37,7 +37,7 @@ class FakeWork:
         group: Any,
     ) -> None:
         self._parts = parts
-        self._wait = recorder.exchange(parts, group)
+        self._wait = recorder.exchanges.exchange(parts, group)
 
     def wait(self, *_: Any) -> bool:
         """Let the current stream wait."""
@@ -73,9 +73,9 @@ def fake_stages(recorder: OpRecorder) -> Iterator[None]:
         received: Tensor,
         number: Tensor,
     ) -> Tensor:
-        recorder.begin_part("forward")
+        recorder.storages.begin_phase("forward")
         out = run_stage(pipelined, stage, modules, received, torch.tensor(0))
-        recorder.begin_part("backward")
+        recorder.storages.begin_phase("backward")
         return out
 
     def agree(_: Any, stages: Sequence[Any], *__: Any) -> None:

@@ -44,9 +44,8 @@ ATTENTION = {
 WIDENED_NORM = "aten::linalg_vector_norm"
 """Reduces a copy in the wider dtype of its result: written, then read
 (``native/ReduceOpsUtils.h``)."""
-NARROW_HEAD = (
-    64  # Head width up to which a profile may list another efficiency of a backend
-)
+# Head width up to which a profile may list another efficiency of a backend
+NARROW_HEAD = 64
 
 PREFERS_CUDNN = (2, 11)
 """First torch whose wheels for CUDA 13 prefer cuDNN's attention
@@ -60,11 +59,8 @@ HOPPERS = ("H100", "H200", "H800", "H20", "GH200")
 EMBEDDING_SORTS_ABOVE = 3072
 EMBEDDING_ROWS_PER_THREAD = 10
 
-COPIES = (
-    "aten::_to_copy",
-    "aten::copy_",
-    "aten::_foreach_copy_",
-)  # Operators that may copy between host and device
+# Operators that may copy between host and device
+COPIES = ("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_")
 NO_KERNEL = (
     "aten::set_",
     "aten::resize_",
@@ -205,9 +201,8 @@ def traffic(
         if argument.name == looked_up:
             size = min(size, written_bytes)
         key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape)
-        if (
-            key not in counted or name == "aten::cat"
-        ):  # reads a tensor as often as it is given
+        # It reads a tensor as often as it is given.
+        if key not in counted or name == "aten::cat":
             counted.add(key)
             total += size * (argument.reads + argument.writes)
     if name == WIDENED_NORM and fresh:

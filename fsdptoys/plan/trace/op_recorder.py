@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
@@ -23,7 +22,6 @@ from fsdptoys.metrics.prediction import Category
 from fsdptoys.plan.simulator import events as simulated
 from fsdptoys.plan.simulator.events import COMPUTE_STREAM, KernelKind, Mark, Trace
 from fsdptoys.profiler.dispatch import (
-    COLLECTIVES,
     arguments_of,
     bind_arguments,
     dtype_name,
@@ -74,19 +72,14 @@ class OpRecorder(TorchDispatchMode):
         self._attention = attention
         self._workspace_bytes = workspace_bytes
         self._multiplied: set[tuple[bool, int]] = set()
-        self._storages = Storages(device_type, self.trace.events, self.stream)
+        self.storages = Storages(device_type, self.trace.events, self.stream)
         self._recording = True
         self._silent = False
         self._handlers: dict[Any, Handler] = {}
         self._described_streams: set[int] | None = None
         """Streams that were live when their purposes were looked up."""
-        self._exchanges = Exchanges(device_type, self._storages, self.add, self.stream)
-        self.communicate = self._exchanges.communicate
-        self.exchange = self._exchanges.exchange
-        self.memory = self._storages.memory
-        self.categorize = self._storages.categorize
-        self.find = self._storages.find
-        self.see = self._storages.see
+        self.exchanges = Exchanges(device_type, self.storages, self.add, self.stream)
+        self.memory = self.storages.memory
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -98,55 +91,32 @@ class OpRecorder(TorchDispatchMode):
 
     def mark(self, step: int, phase: str) -> None:
         """Start a phase."""
-        self._exchanges.wait()
-        self._storages.begin_phase(phase)
-        if phase in (
-            "data",
-            "optimizer",
-            "end",
-        ):  # in other phases FSDP1 shows full parameters
+        self.exchanges.wait()
+        self.storages.begin_phase(phase)
+        # In other phases FSDP1 shows full parameters.
+        if phase in ("data", "optimizer", "end"):
             for category, tensor in self.objects():
-                self.categorize(tensor, category)
+                self.storages.categorize(tensor, category)
         if phase == "end":
-            self.trace.host_bytes = self._storages.host_bytes
+            self.trace.host_bytes = self.storages.host_bytes
             live = {stream.number for stream in MODULE.live_streams}
             if self._described_streams is None or live - self._described_streams:
                 # Visits every object of the process.
                 self._described_streams = live
                 self.trace.streams = stream_purposes()
-            self.trace.streams |= dict.fromkeys(
-                self._exchanges.streams, "communication"
-            )
+            self.trace.streams |= dict.fromkeys(self.exchanges.streams, "communication")
         self.add(Mark(step, phase))
-
-    def begin_part(self, phase: str) -> None:
-        """Start a forward or a backward within a phase, by which live blocks get their purpose."""
-        self._storages.begin_phase(phase)
-
-    def enter_region(self, category: Category | None) -> None:
-        """Set the purpose of all later allocations; None for unknown."""
-        self._storages.region = category
-
-    @property
-    def device_events(self) -> int:
-        """Events on the streams of a meta device."""
-        return self._exchanges.device_events
-
-    @property
-    def blocks(self) -> int:
-        """Number of the last block."""
-        return self._storages.blocks
 
     def finish(self) -> Trace:
         """Stop recording and return the trace up to the last mark."""
-        self._recording = self._storages.recording = False
+        self._recording = self.storages.recording = False
         events = self.trace.events
         last = max(
             (index for index, event in enumerate(events) if isinstance(event, Mark)),
             default=-1,
         )
         del events[last + 1 :]
-        self._storages.finish(self.trace)
+        self.storages.finish(self.trace)
         return self.trace
 
     # Reports of the fake device and of worker threads
@@ -178,7 +148,7 @@ class OpRecorder(TorchDispatchMode):
     def _handler(self, func: Any) -> Handler:
         name = func._schema.name
         if func.namespace == "c10d":
-            return self._collective
+            return self.exchanges.answer
         if func.namespace in ("prim", "profiler"):
             return lambda func, args, kwargs: func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -198,7 +168,7 @@ class OpRecorder(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
-            self._storages.see(tensor).pinned |= bool(kwargs.get("pin_memory"))
+            self.storages.see(tensor).pinned |= bool(kwargs.get("pin_memory"))
         return result
 
     def _operator(self, func: Any) -> Handler:
@@ -223,7 +193,7 @@ class OpRecorder(TorchDispatchMode):
                 for tensor in outputs
                 if tensor.untyped_storage()._cdata not in input_keys
             ]
-            storages = [self._storages.see(tensor) for tensor in outputs]
+            storages = [self.storages.see(tensor) for tensor in outputs]
             if not fresh and not mutates:
                 return result  # a view by another name
             if all(
@@ -239,13 +209,13 @@ class OpRecorder(TorchDispatchMode):
                 )
                 return result
             cost = cost_of(func, args, kwargs, result, inputs, fresh)
-            self._storages.scratch(scratch_bytes(name, args, self._attention))
+            self.storages.scratch(scratch_bytes(name, args, self._attention))
             if cost.kind is KernelKind.matmul:
                 self._take_workspace()
             self.add(simulated.Kernel(name, self.stream(), *cost))
             if name in ("fsdp::chunk_cat", "aten::_chunk_cat"):
                 for _, tensor in inputs:
-                    self.categorize(tensor, Category.reduction_buffers)
+                    self.storages.categorize(tensor, Category.reduction_buffers)
             return result
 
         return handle
@@ -282,7 +252,7 @@ class OpRecorder(TorchDispatchMode):
                 and not args[0]._is_view()
                 and result.dtype == args[0].dtype
             ):
-                self._storages.mark_sum(args[0], result, events, peak)
+                self.storages.mark_sum(args[0], result, events, peak)
             return result
 
         return handle_sum
@@ -301,17 +271,16 @@ class OpRecorder(TorchDispatchMode):
         for target, source in pairs:
             if self._shapes_only in (target.device.type, source.device.type):
                 return result
-            into = self._storages.see(target)
+            into = self.storages.see(target)
             onto_device = target.device.type == here
             from_device = source.device.type == here
             if onto_device == from_device:
                 within += touched_bytes(target) + touched_bytes(source)
                 continue
             if name == "aten::_to_copy" and asynchronous and from_device:
-                into.pinned = (
-                    True  # ``Tensor.to`` pins host memory for an asynchronous copy
-                )
-            host = into if from_device else self._storages.find(source)
+                # ``Tensor.to`` pins host memory for an asynchronous copy
+                into.pinned = True
+            host = into if from_device else self.storages.find(source)
             waits = not (asynchronous and host is not None and host.pinned)
             size = touched_bytes(target if onto_device else source)
             self.add(simulated.Transfer(self.stream(), size, onto_device, waits))
@@ -325,7 +294,7 @@ class OpRecorder(TorchDispatchMode):
 
     def _pin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         pinned = torch.empty_like(args[0])  # fake tensors have no pinned memory
-        self._storages.see(pinned).pinned = True
+        self.storages.see(pinned).pinned = True
         self._host_work(func._schema.name, 2 * touched_bytes(pinned), 0)
         return pinned
 
@@ -365,39 +334,6 @@ class OpRecorder(TorchDispatchMode):
             value = [value] * size
         return value
 
-    def _collective(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Answer a collective as if it were complete; record its size, group and stream."""
-        values = {
-            argument.name: value
-            for argument, value in bind_arguments(arguments_of(func), args, kwargs)
-        }
-        name = COLLECTIVES.get(func._schema.name.partition("::")[2])
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(list(tensors_in(args[0])))
-        work = torch._C._distributed_c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
-        result = (args[0], work) if len(func._schema.returns) == 2 else work
-        tensors = [tensor for value in args for tensor in tensors_in(value)]
-        if name is None or not any(
-            tensor.device.type == self.device_type for tensor in tensors
-        ):
-            return result
-        largest = max(sum(map(touched_bytes, tensors_in(value))) for value in args)
-        by_default = any(
-            argument.name == "async_op" and argument.default_value
-            for argument in func._schema.arguments
-        )
-        group = dist.ProcessGroup.unbox(values["process_group"])
-        self.communicate(
-            name,
-            tensors,
-            largest,
-            group,
-            asynchronous=values.get("async_op", by_default),
-        )
-        return result
-
     # Events
 
     def _host_work(self, name: str, size: int, elements: int) -> None:
@@ -411,13 +347,12 @@ class OpRecorder(TorchDispatchMode):
         if user in self._multiplied:
             return
         self._multiplied.add(user)
-        if (
-            self.device_type == "meta"
-        ):  # a part of a program does not know what ran before
+        # A part of a program does not know what ran before
+        if self.device_type == "meta":
             self.add(Mark(FIRST_MATMUL, "backward" if user[0] else "forward"))
         elif self._workspace_bytes:
-            with replaced((self._storages, "phase", "library")):
-                self._storages.begin(Storage(self._workspace_bytes, True))
+            with replaced((self.storages, "phase", "library")):
+                self.storages.begin(Storage(self._workspace_bytes, True))
 
     def stream(self) -> int:
         """Number of the current stream."""
@@ -435,16 +370,16 @@ class OpRecorder(TorchDispatchMode):
 
         def watched_resize(storage: torch.UntypedStorage, size: int) -> Any:
             resized = resize(storage, size)
-            self._storages.resize(storage._cdata, size)
+            self.storages.resize(storage._cdata, size)
             return resized
 
         def record_stream(tensor: Tensor, stream: Any) -> None:
-            storage = self._storages.find(tensor)
+            storage = self.storages.find(tensor)
             if storage is not None and storage.on_device:
                 self.add(simulated.RecordStream(storage.block, stream.number))
 
         def is_pinned(tensor: Tensor, device: Any = None) -> bool:
-            storage = self._storages.find(tensor)
+            storage = self.storages.find(tensor)
             return storage is not None and storage.pinned
 
         def quiet_propagate(*args: Any, **kwargs: Any) -> Any:

@@ -61,7 +61,7 @@ class Storages:
         self._events = events
         self._stream = stream
         self.phase = "construction"
-        self.region: Category | None = None
+        self.region: Category | None = None  # Purpose of all later allocations
         self.recording = True
         self.host_bytes = 0
         self.blocks = 0
@@ -142,7 +142,10 @@ class Storages:
         self._categorize_storage(storage, Category.gathered_parameters)
 
     def begin_phase(self, phase: str) -> None:
-        """Start a phase; live blocks of the forward are activations when the backward starts."""
+        """Start a phase, or a forward or backward within one.
+
+        Live blocks of the forward are activations when the backward starts.
+        """
         if phase == "backward":
             for block in self._of_forward:
                 self._categorize(block, Category.activations)

@@ -185,12 +185,12 @@ def _watch_head(head: LMHead, recorder: OpRecorder) -> None:
     """Categorize allocations in the head's forward and backward as logits and loss."""
 
     def begin(_: nn.Module, args: tuple[Any, ...]) -> None:
-        recorder.enter_region(Category.logits)
+        recorder.storages.region = Category.logits
         if isinstance(args[0], Tensor) and args[0].requires_grad:
             args[0].register_hook(end)
 
     def end(*_: Any) -> None:
-        recorder.enter_region(None)
+        recorder.storages.region = None
 
     head.register_forward_pre_hook(begin)
     head.register_forward_hook(end, always_call=True)
