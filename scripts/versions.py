@@ -50,7 +50,8 @@ TESTS = {
     "checkpoints": "checkpoint/test_round_trips.py checkpoint/test_sharded_io_ranks.py",
     "compiler": "train/test_compile.py",
     "plans": (
-        "plan/test_tracer.py plan/test_estimate.py plan/test_tracing_process.py cli/test_plan.py"
+        "plan/test_tracer.py plan/test_fake_tensors.py plan/test_estimate.py "
+        "plan/test_unit_traces.py plan/test_tracing_process.py cli/test_plan.py"
     ),
     "toys": "toys/test_fsdp.py toys/test_ddp.py toys/test_zero.py toys/test_memory.py",
     "patches": "patches",

@@ -3,6 +3,7 @@ process of its own."""
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,7 +56,17 @@ def imagined_hardware(device_type: str = "cuda", **values: float) -> Hardware:
     )
 
 
-def configured(overrides: Sequence[str], world_size: int, device_type: str) -> Config:
+def only_attention_takes_time(**values: float) -> Hardware:
+    """Hardware on which all layers take equally long, and all else no time."""
+    rates = {
+        field.name: math.inf
+        for field in dataclasses.fields(Hardware)
+        if field.name.endswith("_bandwidth")
+    }
+    return imagined_hardware(**rates | {"matmul_efficiency": math.inf} | values)
+
+
+def configured(words: Sequence[str], world_size: int, device_type: str) -> Config:
     """A validated configuration."""
     config = compose_config(["experiment=null", *overrides])
     config.validate(world_size, device_type)

@@ -21,13 +21,8 @@ from fsdptoys.metrics.prediction import (
 from fsdptoys.plan.search.advice import Advice
 from fsdptoys.plan.search.ranking import Candidate
 from fsdptoys.plan.search.search import SearchResult
-from fsdptoys.plan.text_report import (
-    advice_to_dict,
-    print_command,
-    print_prediction,
-    print_search,
-    search_to_dict,
-)
+from fsdptoys.plan.search_report import print_command, print_search, search_to_dict
+from fsdptoys.plan.text_report import advice_to_dict, print_prediction
 from tests.harness.traced_runs import imagined_hardware
 
 WORDS = ("model=llama2_7b", "train.seq_len=2048", "parallel.param_dtype=bfloat16")

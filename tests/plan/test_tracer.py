@@ -1,13 +1,9 @@
 """Traces of small models on an imagined device, compared with formulas, and through the child
 process."""
 
-import math
 from collections import Counter
 
 import pytest
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from fsdptoys.metrics.prediction import Category
 from fsdptoys.optim.vector_adamw import VECTOR_ELEMENTS
@@ -26,7 +22,6 @@ from fsdptoys.plan.simulator.events import (
     WaitEvent,
 )
 from fsdptoys.plan.trace.fake_device import registers_devices
-from fsdptoys.plan.trace.fake_tensors import MANY, Chunks, repeating_chunks
 from fsdptoys.plan.trace.op_costs import fuses_rms_norm
 from tests.harness.traced_runs import live_bytes, of_step, traced
 
@@ -110,9 +105,8 @@ def test_collective_volumes_match_zero_3(strategy: str, param_bytes: int) -> Non
     reduced once."""
     overrides = [BF16] if param_bytes == 2 else []
     moved: Counter[tuple[str, str]] = Counter()
-    for event in of_step(
-        traced([*LLAMA, f"parallel={strategy}", *overrides]), Collective
-    ):
+    trace = traced([*LLAMA, f"parallel={strategy}", *overrides])
+    for event in of_step(trace, Collective):
         moved[event.name, event.axis] += event.bytes
         assert event.group_size == 8 and event.group_stride == 1
     embedding = VOCAB * DIM
@@ -129,10 +123,10 @@ def test_collective_volumes_match_zero_3(strategy: str, param_bytes: int) -> Non
 def test_replicas_all_reduce_each_shard() -> None:
     """Oracle: with two shards on eight ranks, four replicas two ranks apart reduce half of the
     gradients."""
-    collectives = of_step(
-        traced([*LLAMA, "parallel=fsdp2", "mesh.fsdp_size=2"]), Collective
-    )
-    reduced = [event for event in collectives if event.axis == "replicate"]
+    trace = traced([*LLAMA, "parallel=fsdp2", "mesh.fsdp_size=2"])
+    reduced = [
+        event for event in of_step(trace, Collective) if event.axis == "replicate"
+    ]
     assert {
         (event.name, event.group_size, event.group_stride) for event in reduced
     } == {("all_reduce", 4, 2)}
@@ -143,15 +137,8 @@ def test_replicas_all_reduce_each_shard() -> None:
 
 def test_chunked_loss_matmuls_have_the_dtype_of_their_operands() -> None:
     """Oracle: bf16 operands, also where the weight's gradient is accumulated in float32."""
-    trace = traced(
-        [
-            *LLAMA,
-            "parallel=fsdp2",
-            BF16,
-            "memory.chunk_loss=true",
-            "memory.chunk_tokens=32",
-        ]
-    )
+    chunked = ["memory.chunk_loss=true", "memory.chunk_tokens=32"]
+    trace = traced([*LLAMA, "parallel=fsdp2", BF16, *chunked])
     products = [
         event for event in of_step(trace, Kernel) if event.kind is KernelKind.matmul
     ]
@@ -374,14 +361,8 @@ def test_traces_of_families_and_switches_complete_and_repeat(
 def test_streamed_states_are_copied_both_ways_asynchronously() -> None:
     """Oracle: AdamW's two float32 states of this rank's shard go up and down once a step, over
     pinned memory."""
-    trace = traced(
-        [
-            *LLAMA,
-            "parallel=fsdp2",
-            "memory.optimizer_offload=true",
-            "memory.offload_schedule=pipelined",
-        ]
-    )
+    offload = ["memory.optimizer_offload=true", "memory.offload_schedule=pipelined"]
+    trace = traced([*LLAMA, "parallel=fsdp2", *offload])
     streams = {purpose: number for number, purpose in trace.streams.items()}
     for purpose, to_device in (("load", True), ("store", False)):
         copies = [
@@ -406,15 +387,8 @@ def test_streamed_states_are_copied_both_ways_asynchronously() -> None:
 def test_worker_threads_update_every_offloaded_parameter_once() -> None:
     """Oracle: fused AdamW updates this rank's parameters in a step, and pads the shards of norms to
     full vectors."""
-    trace = traced(
-        [
-            *LLAMA,
-            "parallel=fsdp2",
-            "memory.cpu_offload=true",
-            "memory.cpu_offload_executor=overlapped",
-            BF16,
-        ]
-    )
+    offload = ["memory.cpu_offload=true", "memory.cpu_offload_executor=overlapped"]
+    trace = traced([*LLAMA, "parallel=fsdp2", *offload, BF16])
     updates = [event for event in of_step(trace, HostWork) if event.elements]
     padding = (2 * LAYERS + 1) * (VECTOR_ELEMENTS - DIM // 8)
     assert sum(event.elements for event in updates) == PARAMETERS // 8 + padding
@@ -424,32 +398,3 @@ def test_worker_threads_update_every_offloaded_parameter_once() -> None:
         event.works for event in trace.events if isinstance(event, HostWaitWorkers)
     ]
     assert waits == sorted(waits) and 0 < waits[-1] <= works
-
-
-@pytest.mark.parametrize(("shape", "dim"), [((7, 3), 0), ((1, 4), 0), ((6, 8), 1)])
-@pytest.mark.parametrize("count", [1, 2, 4, 8])
-def test_chunks_are_those_of_fsdp2(
-    shape: tuple[int, ...], dim: int, count: int
-) -> None:
-    """Oracle: the function that they replace."""
-    tensor = torch.arange(math.prod(shape)).view(shape)
-    expected = _fsdp_param._chunk_with_empty(tensor, count, dim)
-    chunks = Chunks(tensor, count, dim)
-    for index, chunk in enumerate(expected):
-        assert torch.equal(chunks[index], chunk)
-        assert chunks[index].stride() == chunk.stride()
-
-
-@pytest.mark.parametrize("size", [0, 3, MANY, 3 * MANY, 3 * MANY + 1])
-@pytest.mark.parametrize("count", [MANY - 1, MANY, 2 * MANY])
-def test_one_chunk_stands_for_all_of_its_size(size: int, count: int) -> None:
-    """Oracle: the shapes and strides of ``torch.chunk``; from ``MANY`` on there are at most two
-    tensors."""
-    with FakeTensorMode(), torch.no_grad():
-        tensor = torch.empty(5, size, 2)
-        expected = torch.chunk(tensor, count, 1)
-        chunks = repeating_chunks(torch.chunk)(tensor, count, 1)
-    assert [(chunk.shape, chunk.stride()) for chunk in chunks] == [
-        (chunk.shape, chunk.stride()) for chunk in expected
-    ]
-    assert count < MANY or not size or len(set(map(id, chunks))) <= 2
