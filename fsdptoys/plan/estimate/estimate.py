@@ -54,7 +54,7 @@ from fsdptoys.utils.uncached import Uncached
 
 from .pipeline import Part, Replays, predict_pipeline
 from .skeleton import reduced, trace_skeleton
-from .splice import splice
+from .splice import Splicer
 from .unit_traces import segments_of
 
 LEAST_LAYERS = 3
@@ -192,7 +192,8 @@ def _replays(
     skeletons = _skeletons(DEVICE_TYPES[attention], world_size, requests)
     replays = []
     for segments, skeleton in zip(contents, skeletons, strict=True):
-        trace = splice(skeleton, segments, matmul_workspace_bytes(hardware), offloads)
+        workspace_bytes = matmul_workspace_bytes(hardware)
+        trace = Splicer(skeleton, segments, workspace_bytes, offloads).run()
         if config.kernels.attention is AttentionKernel.npu:
             block = (
                 max(event.block for event in trace.events if isinstance(event, Alloc))

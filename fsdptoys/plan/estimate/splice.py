@@ -44,19 +44,14 @@ class _Instance:
     is_over: bool = False  # Whether the pass that has begun is over
 
 
-def splice(
-    skeleton: Trace, segments: list[Segment], workspace_bytes: int, offloads: bool
-) -> Trace:
-    """Insert the contents of segments, from the embedding to the head.
+class Splicer:
+    """Inserts the contents of segments, from the embedding to the head, in a skeleton.
 
     Args:
         workspace_bytes: of a thread's matmuls.
-        offloads: whether the segments' kept tensors leave the device.
+        offloads: whether the segments' saved tensors leave the device.
     """
-    return _Splicer(skeleton, segments, workspace_bytes, offloads).run()
 
-
-class _Splicer:
     def __init__(
         self,
         skeleton: Trace,
@@ -92,7 +87,7 @@ class _Splicer:
         self.multiplied: set[str] = set()  # Threads that have the library's workspace
 
     def run(self) -> Trace:
-        """The joined trace."""
+        """Return the joined trace."""
         step = 0
         phase = ""
         copying = [

@@ -91,7 +91,7 @@ def _equal_stages(model: DecoderModel, count: int, seq_len: int) -> list[Stage]:
 def innermost(name: str, parts: Any) -> str:
     """The longest of the parts that contains a module or parameter; empty if none does."""
     return max(
-        (part for part in parts if part and f"{name}.".startswith(f"{part}.")),
+        (part for part in parts if part and _within(name, part)),
         key=len,
         default="",
     )
@@ -188,7 +188,7 @@ class _StandIn:
                     for stage in stages
                     if stage != part and _within(stage, part) and _within(name, stage)
                 ]
-                hidden = self._module(min(inside, key=len))(hidden)
+                hidden = self.root.get_submodule(min(inside, key=len))(hidden)
         if self.next_stage == len(stages):
             shape = () if part == "lm_head" else hidden.shape
             hidden = _Output.apply(hidden, shape, self._note("output"))
@@ -216,7 +216,7 @@ class _StandIn:
                     hidden = (
                         self.take(owner, hidden)
                         if owner == part
-                        else self._module(owner)(hidden)
+                        else self.root.get_submodule(owner)(hidden)
                     )
         left: Tensor = Notice.apply(
             hidden, lambda: None, self._note("backward", part, visit)
@@ -245,12 +245,6 @@ class _StandIn:
                 torch.empty(shape, dtype=self.dtype, device=device)
                 for shape in (rows, columns)
             )
-        )
-
-    def _module(self, name: str) -> Any:
-        """A submodule, or its replacement by a strategy."""
-        return (
-            functools.reduce(getattr, name.split("."), self.root) if name else self.root
         )
 
     def _note(self, kind: str, name: str = "", visit: int = 0) -> Callable[[], None]:
