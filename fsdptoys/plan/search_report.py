@@ -7,16 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from fsdptoys.device.profile import Hardware
-from fsdptoys.plan.page_text import (
-    gib_text,
-    print_caveats,
-    print_heading,
-    print_line,
-    print_model,
-    print_table,
-    ranks_text,
-    seconds_text,
-)
+from fsdptoys.plan.page import Page, gib_text, ranks_text, seconds_text
 from fsdptoys.plan.search.effects import Effect, effects
 from fsdptoys.plan.search.frontier_plot import spread_out
 from fsdptoys.plan.search.ranking import Candidate, frontier, layout, traits
@@ -31,25 +22,22 @@ def print_search(
 ) -> None:
     """Print the best combinations, at most ``rows``, the frontier, the caveats of the best, and its
     command."""
-    first = result.candidates[0]
-    print_model(first.config, console)
+    page = Page(console)
+    page.model(result.best.config)
     ranks = f"{ranks_text(result.world_size)} on {result.hardware.title}"
-    print_line(f"{ranks}, {gib_text(result.memory_bytes)} of memory each", console)
+    page.line(f"{ranks}, {gib_text(result.memory_bytes)} of memory each")
     refused = f", {sum(result.refused.values()):,} refused" if result.refused else ""
     fit = len(result.candidates)
     over = len(result.over)
     fits = f"combination{'s fit' if fit != 1 else ' fits'}"
     does = "does" if over == 1 else "do"
-    print_line(f"{fit:,} {fits}, {over:,} {does} not{refused}", console)
-    _print_candidates("Fastest", result.leading(rows), console)
-    best = frontier(result.candidates)
-    rows_of_frontier = list(reversed(spread_out(best, MOST_ROWS_OF_FRONTIER)))
-    _print_candidates(
-        "Pareto front: least memory for each speed", rows_of_frontier, console
-    )
-    _print_effects(effects(result.best, result.candidates, result.over), console)
-    print_caveats(caveats, console)
-    print_heading("Command of the best", console)
+    page.line(f"{fit:,} {fits}, {over:,} {does} not{refused}")
+    _print_candidates("Fastest", result.leading(rows), page)
+    best = spread_out(frontier(result.candidates), MOST_ROWS_OF_FRONTIER)
+    _print_candidates("Pareto front: least memory for each speed", best[::-1], page)
+    _print_effects(effects(result.best, result.candidates, result.over), page)
+    page.caveats(caveats)
+    page.heading("Command of the best")
     print_command(result.best, result.hardware, console)
 
 
@@ -74,7 +62,7 @@ def print_command(candidate: Candidate, hardware: Hardware, console: Console) ->
         *(override for override in more if override.partition("=")[0] not in keys),
     ]
     if nodes > 1:
-        print_line("on each node, with the first one's name for HOST:", console)
+        Page(console).line("on each node, with the first one's name for HOST:")
     console.print(
         " ".join(["bash run_fsdp.sh", *overrides]),
         soft_wrap=True,
@@ -115,33 +103,23 @@ def candidate_to_dict(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def _print_effects(effects_of_best: Sequence[Effect], console: Console) -> None:
+def _print_effects(effects_of_best: Sequence[Effect], page: Page) -> None:
     """Print the cost and gain of each setting of the best."""
-    if not effects_of_best:
-        return
     rows = [("memory", "step", "tokens/s", "setting", "instead of")]
-    for one in effects_of_best:
-        signs = (
-            "-" if one.saved_bytes > 0 else "+",
-            "-" if one.added_seconds < 0 else "+",
-        )
-        step = signs[1] + seconds_text(abs(one.added_seconds))
-        other = one.instead_of if one.fits else f"{one.instead_of} (does not fit)"
-        rows.append(
-            (
-                signs[0] + gib_text(abs(one.saved_bytes)),
-                step,
-                f"{one.speedup:+.1%}",
-                one.setting,
-                other,
-            )
-        )
-    heading = "Why the best: its settings against others, all else equal"
-    print_table(heading, rows, "rrrll", console)
+    for effect in effects_of_best:
+        memory = "-" if effect.saved_bytes > 0 else "+"
+        memory += gib_text(abs(effect.saved_bytes))
+        step = "-" if effect.added_seconds < 0 else "+"
+        step += seconds_text(abs(effect.added_seconds))
+        other = effect.instead_of + " (does not fit)" * (not effect.fits)
+        rows.append((memory, step, f"{effect.speedup:+.1%}", effect.setting, other))
+    if effects_of_best:
+        heading = "Why the best: its settings against others, all else equal"
+        page.table(heading, rows, "rrrll")
 
 
 def _print_candidates(
-    heading: str, candidates: Sequence[Candidate], console: Console
+    heading: str, candidates: Sequence[Candidate], page: Page
 ) -> None:
     rows: list[tuple[str, ...]] = [
         ("tokens/s", "MFU", "reserved", "host", "batch", "strategy", "switches")
@@ -150,17 +128,16 @@ def _print_candidates(
         prediction = candidate.prediction
         config = candidate.config
         host = prediction.memory.host_bytes
-        mfu = "-" if prediction.mfu is None else f"{prediction.mfu:.1%}"
-        memory = (
+        row = (
+            f"{prediction.tokens_per_second:,.0f}",
+            "-" if prediction.mfu is None else f"{prediction.mfu:.1%}",
             gib_text(prediction.memory.reserved_bytes),
             gib_text(host) if host else "-",
-        )
-        setting = (
             str(config.train.batch_size),
             layout(config),
             ", ".join(traits(config)) or "-",
         )
-        rows.append((f"{prediction.tokens_per_second:,.0f}", mfu, *memory, *setting))
+        rows.append(row)
     if all(row[3] == "-" for row in rows[1:]):
         rows = [(*row[:3], *row[4:]) for row in rows]
-    print_table(heading, rows, "r" * (len(rows[0]) - 2) + "ll", console)
+    page.table(heading, rows, "r" * (len(rows[0]) - 2) + "ll")

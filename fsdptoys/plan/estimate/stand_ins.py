@@ -22,6 +22,8 @@ from fsdptoys.plan.trace.op_recorder import OpRecorder
 from fsdptoys.utils.dtensor import is_dtensor
 
 TOKENS = 4099  # Of a sequence; divides no other size
+IN_BACKWARD = {"forward": "backward", "saved": "", "output": ""}
+"""Kind of a note → its kind where a segment is recomputed; empty for none."""
 
 
 class Note(NamedTuple):
@@ -50,34 +52,27 @@ class Layout:
     saved_bytes: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
 class Segments:
     """Stand-ins for the forwards of a model's segments; see ``train.parallelize.StandIns``."""
 
-    def __init__(
-        self, config: Config, recorder: OpRecorder, layouts: Sequence[Layout]
-    ) -> None:
-        self._config = config
-        self._recorder = recorder
-        self._layouts = layouts
+    config: Config
+    recorder: OpRecorder
+    layouts: Sequence[Layout]
 
     def replace(self, model: DecoderModel) -> None:
         """Replace the forwards of embedding, blocks and head."""
-        embedding = self._stand_in(0, model)
+        embedding = _StandIn(self, 0, model)
         _change_class(model, _EmptyModel, embedding.run_segment)
         blocks = cast(Sequence[RunnableBlock], model.layers)
         for number, block in enumerate(blocks, start=1):
-            block.execute = self._stand_in(number, block).run_segment
-        self._stand_in(len(self._layouts) - 1, model)
+            block.execute = _StandIn(self, number, block).run_segment
+        _StandIn(self, len(self.layouts) - 1, model)
 
     def prepare(self, pipeline: Pipeline) -> None:
         """Give every stage equally many layers and the same hidden states."""
         pipeline.divide = _equal_stages
-        pipeline.fixed_shape = (1, TOKENS, self._config.model.dim)
-
-    def _stand_in(self, number: int, root: nn.Module) -> "_StandIn":
-        return _StandIn(
-            self._recorder, number, self._layouts[number], root, self._config
-        )
+        pipeline.fixed_shape = (1, TOKENS, self.config.model.dim)
 
 
 def _equal_stages(model: DecoderModel, count: int, seq_len: int) -> list[Stage]:
@@ -127,26 +122,19 @@ def _change_class(
 class _StandIn:
     """The forward of a segment; a module's stages are run from its forward."""
 
-    def __init__(
-        self,
-        recorder: OpRecorder,
-        number: int,
-        layout: Layout,
-        root: nn.Module,
-        config: Config,
-    ) -> None:
-        self.recorder = recorder
+    def __init__(self, segments: Segments, number: int, root: nn.Module) -> None:
+        self.recorder = segments.recorder
         self.number = number
-        self.layout = layout
+        self.layout = segments.layouts[number]
         self.root = root
-        self.dtype = config.parallel.param_dtype.torch
-        self.width = config.model.dim
+        self.dtype = segments.config.parallel.param_dtype.torch
+        self.width = segments.config.model.dim
         self.next_stage = 0  # Index among the layout's stages
         self.owners: dict[str, nn.Module] = {}
         self.own: dict[str, list[tuple[str, str, bool]]] = {}
         """Module → its parameters in the order of the forward: full name, name, whether the
         gradient is a view."""
-        for name, is_view in reversed(layout.gradients):
+        for name, is_view in reversed(self.layout.gradients):
             owner, _, leaf = name.rpartition(".")
             self.owners[owner] = root.get_submodule(owner)
             self.own.setdefault(owner, []).append((name, leaf, is_view))
@@ -248,16 +236,10 @@ class _StandIn:
         )
 
     def _note(self, kind: str, name: str = "", visit: int = 0) -> Callable[[], None]:
-        in_backward = {
-            "forward": "backward",
-            "saved": None,
-            "output": None,
-        }  # Of a recomputed segment
-
         def note() -> None:
-            recomputed = kind in in_backward and torch._C._current_graph_task_id() != -1
-            final_kind = in_backward[kind] if recomputed else kind
-            if final_kind is not None:
+            is_backward = torch._C._current_graph_task_id() != -1
+            final_kind = IN_BACKWARD.get(kind, kind) if is_backward else kind
+            if final_kind:
                 self.recorder.add(Note(final_kind, self.number, name, visit))  # type: ignore[arg-type]
 
         return note

@@ -28,7 +28,7 @@ from fsdptoys.models.layers import Attention, RunnableBlock
 from fsdptoys.parallel.context import ContextForm, build_context
 from fsdptoys.parallel.mesh import CONTEXT_AXIS, TENSOR_AXIS
 from fsdptoys.plan.simulator.events import Mark
-from fsdptoys.plan.trace.extrapolate_layers import block_kind
+from fsdptoys.plan.trace.extrapolate_layers import block_kinds
 from fsdptoys.plan.trace.fake_kernels import planned_kernels
 from fsdptoys.plan.trace.groups import PlannedGroup
 from fsdptoys.plan.trace.op_recorder import OpRecorder
@@ -70,7 +70,7 @@ def segments_of(
     every = memory.checkpointing_every
     chosen = range(model.config.n_layers)[first::every]
     blocks = []
-    for index, kind in enumerate(_kinds(model)):
+    for index, kind in enumerate(block_kinds(model)):
         mode = (
             memory.gradient_checkpointing
             if index in chosen
@@ -100,11 +100,6 @@ def segments_of(
     tables = tuple(sorted(name for name in units if name.startswith("embed")))
     embedding = _embedding(key, tables, inputs, Uncached(model))
     return [embedding, *blocks, _head(key, inputs, loss, Uncached(model))]
-
-
-@functools.lru_cache(maxsize=64)
-def _kinds(model: DecoderModel) -> list[tuple[object, ...]]:
-    return [block_kind(block) for block in model.layers]
 
 
 @functools.lru_cache(maxsize=1024)

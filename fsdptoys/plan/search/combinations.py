@@ -36,12 +36,11 @@ class Space:
         ReshardAfterForward.default,
         ReshardAfterForward.never,
     )
-    every_shard_size: bool = True
-    """Powers of two, the node and its multiples; otherwise one node and all ranks."""
-    activation_offload: bool = True
-    optimizer_offload: bool = True
-    cpu_offload: bool = True
-    exchanges: bool = True  # Ranks of a node that share sequences, or split experts
+    every_mesh: bool = True
+    """Shard axes of powers of two, the node and its multiples; ranks of a node that share
+    sequences, split experts or features; and stages. Otherwise shard axes of one node and of all
+    ranks."""
+    offloads: bool = True  # Of activations, the optimizer and parameters
 
 
 EVERYTHING = Space()
@@ -49,11 +48,8 @@ SENSIBLE = Space(
     strategies=("fsdp2", "single"),
     wraps=(Wrap.block,),
     reshards=(ReshardAfterForward.default,),
-    every_shard_size=False,
-    activation_offload=False,
-    optimizer_offload=False,
-    cpu_offload=False,
-    exchanges=False,
+    every_mesh=False,
+    offloads=False,
 )
 
 
@@ -91,14 +87,14 @@ class Combinations:
         self.memory_bytes = memory_bytes
         # All ranks are typed as -1.
         self._sizes = [
-            *shard_sizes(world_size, node_devices, space.every_shard_size)[:-1],
+            *shard_sizes(world_size, node_devices, space.every_mesh)[:-1],
             -1,
         ]
         ranks = min(world_size, node_devices)
         self._nodes = world_size // ranks
         self._divisors = (
             [size for size in range(1, ranks + 1) if ranks % size == 0]
-            if space.exchanges
+            if space.every_mesh
             else []
         )
 
@@ -152,7 +148,7 @@ class Combinations:
             overlapped = merged.get(EXECUTOR) is CPUOffloadExecutor.overlapped
             if not overlapped or self._capabilities(merged).overlapped_cpu_offload:
                 yield merged
-        if faster and "mesh.fsdp_size" in changes and self.space.every_shard_size:
+        if faster and "mesh.fsdp_size" in changes and self.space.every_mesh:
             index = self._sizes.index(changes["mesh.fsdp_size"])
             for size in self._sizes[max(0, index - 1) : index + 2]:
                 yield {**changes, "mesh.fsdp_size": size}
@@ -235,7 +231,7 @@ class Combinations:
         gathered parameters and full gradients fit, or twice that; then twice or half as many.
         """
         if (
-            not (can.splits_layers and self.space.exchanges)
+            not (can.splits_layers and self.space.every_mesh)
             or "mesh.pp_size" in self.fixed
         ):
             return
@@ -293,9 +289,7 @@ class Combinations:
         # Every second size; the others are tried next to the best.
         sizes = [*self._sizes[:-1:2], -1] if shards else [-1]
         is_fixed = "memory.activation_offload" in self.fixed
-        offloading = (
-            (False, True) if self.space.activation_offload or is_fixed else (False,)
-        )
+        offloading = (False, True) if self.space.offloads or is_fixed else (False,)
         checkpointing: list[Changes] = [
             {"memory.gradient_checkpointing": GradientCheckpointing.none},
             *(
@@ -313,11 +307,11 @@ class Combinations:
         offloads: list[Changes] = [
             {"memory.optimizer_offload": False, "memory.cpu_offload": False}
         ]
-        if self.space.optimizer_offload:
+        if self.space.offloads:
             offloads.append(
                 {"memory.optimizer_offload": True, "memory.cpu_offload": False}
             )
-        if self.space.cpu_offload and shards:
+        if self.space.offloads and shards:
             best = (
                 CPUOffloadExecutor.overlapped
                 if can.overlapped_cpu_offload

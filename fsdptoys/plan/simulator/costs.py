@@ -25,6 +25,14 @@ def spread(hardware: Hardware, group_size: int, group_stride: int) -> tuple[int,
     return -(-group_size // local), local
 
 
+def bandwidths(hardware: Hardware) -> tuple[float, float]:
+    """Reached bandwidths of a device within a node and of a network card, in bytes per second."""
+    return (
+        hardware.intra_node_bandwidth.value * hardware.intra_node_efficiency.value,
+        hardware.inter_node_bandwidth.value * hardware.inter_node_efficiency.value,
+    )
+
+
 def kernel_seconds(
     hardware: Hardware,
     kind: KernelKind,
@@ -104,8 +112,7 @@ def collective_seconds(
     if group_size == 1:
         return kernel_seconds(hardware, KernelKind.memory, 0.0, 2 * bytes, "")
     nodes, local = spread(hardware, group_size, group_stride)
-    intra = hardware.intra_node_bandwidth.value * hardware.intra_node_efficiency.value
-    inter = hardware.inter_node_bandwidth.value * hardware.inter_node_efficiency.value
+    intra, inter = bandwidths(hardware)
     intra_latency = hardware.intra_node_latency_seconds.value if local > 1 else 0.0
     inter_latency = hardware.inter_node_latency_seconds.value if nodes > 1 else 0.0
     sent = sent_bytes(name, bytes, group_size)
@@ -138,35 +145,23 @@ def messages_seconds(hardware: Hardware, event: Messages) -> float:
     Links have two directions. Messages of one direction pass the link within the node, or the card,
     one after another.
     """
+    intra, inter = bandwidths(hardware)
     seconds = []
     for sends in (True, False):
-        within = 0
-        between = 0
-        for message in event.messages:
-            if message.sends is sends:
-                leaves = leaves_node(hardware, event, message)
-                within, between = (
-                    within + message.bytes * (not leaves),
-                    between + message.bytes * leaves,
-                )
-        intra = (
-            hardware.intra_node_bandwidth.value * hardware.intra_node_efficiency.value
+        messages = [message for message in event.messages if message.sends is sends]
+        between = sum(
+            message.bytes
+            for message in messages
+            if leaves_node(hardware, event, message)
         )
-        inter = (
-            hardware.inter_node_bandwidth.value * hardware.inter_node_efficiency.value
-        )
-        of_intra = (
-            within / intra + hardware.intra_node_latency_seconds.value
-            if within
-            else 0.0
-        )
-        of_inter = (
-            between / inter + hardware.inter_node_latency_seconds.value
-            if between
-            else 0.0
-        )
-        seconds.append(max(of_intra, of_inter))
-    return max(seconds)
+        within = sum(message.bytes for message in messages) - between
+        if within:
+            latency = hardware.intra_node_latency_seconds.value
+            seconds.append(within / intra + latency)
+        if between:
+            latency = hardware.inter_node_latency_seconds.value
+            seconds.append(between / inter + latency)
+    return max(seconds, default=0.0)
 
 
 def leaves_node(hardware: Hardware, event: Messages, message: Message) -> bool:

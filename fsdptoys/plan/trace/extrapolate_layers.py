@@ -16,8 +16,6 @@ import functools
 import math
 from typing import Any, TypeVar
 
-from torch import nn
-
 from fsdptoys.config.schema import Config
 from fsdptoys.models import DecoderModel
 
@@ -52,23 +50,29 @@ def depths_of(config: Config, model: DecoderModel, least: int) -> list[int]:
 @functools.lru_cache(maxsize=16)
 def layers_in_turn(model: DecoderModel) -> int:
     """Number of layers after which the model's layers repeat; all of them if they do not."""
-    kinds = [block_kind(layer) for layer in model.layers]
+    kinds = block_kinds(model)
     for turn in range(1, len(kinds)):
         if all(kind == later for kind, later in zip(kinds, kinds[turn:], strict=False)):
             return turn
     return len(kinds)
 
 
-def block_kind(block: nn.Module) -> tuple[object, ...]:
-    """Key of blocks that do the same work: shapes of the parameters and the way of attention."""
-    attention = block.get_submodule("attn")
-    plain = tuple(
-        getattr(attention, name, None) is None for name in ("rotation", "temperature")
-    )
-    shapes = tuple(
-        (name, tuple(param.shape)) for name, param in block.named_parameters()
-    )
-    return shapes, plain, getattr(attention, "chunk_len", None)
+@functools.lru_cache(maxsize=64)
+def block_kinds(model: DecoderModel) -> list[tuple[object, ...]]:
+    """Return a key for each block. Blocks with equal keys do the same work: shapes of the
+    parameters and the way of attention."""
+    kinds: list[tuple[object, ...]] = []
+    for block in model.layers:
+        attention = block.get_submodule("attn")
+        kinds.append(
+            (
+                tuple((name, param.shape) for name, param in block.named_parameters()),
+                getattr(attention, "rotation", None) is None,
+                getattr(attention, "temperature", None) is None,
+                getattr(attention, "chunk_len", None),
+            )
+        )
+    return kinds
 
 
 def extrapolate(shallow: T, deep: T, depths: tuple[int, int], n_layers: float) -> T:

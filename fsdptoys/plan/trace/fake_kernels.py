@@ -30,6 +30,7 @@ from fsdptoys.memory.activation_checkpointing import SAVED_OPERATORS
 from fsdptoys.models import block_attention, grouped, npu_kernels
 from fsdptoys.models.kernels import IMPLEMENTATIONS, DocumentAttention
 from fsdptoys.optim import low_bit_adamw
+from fsdptoys.parallel.capabilities import TORCH
 
 from .fake_device import Listener, replaced
 from .inline_executor import InlineExecutor
@@ -41,8 +42,6 @@ from .planned_operators import (
     rms_norm,
     update_low_bit,
 )
-
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def planned_kernels(config: Config) -> KernelConfig:

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import AttentionKind, Hardware
+from fsdptoys.parallel.capabilities import TORCH
 from fsdptoys.plan.simulator.events import KernelKind
 from fsdptoys.profiler.dispatch import (
     Argument,
@@ -120,9 +121,7 @@ def matmul_workspace_bytes(hardware: Hardware) -> int:
 def attention_of(config: Config, hardware: Hardware) -> AttentionKind:
     """The kind of fused attention in a run's steps; cuDNN's is not deterministic, nor preferred
     before torch 2.11."""
-    older = (
-        tuple(int(part) for part in torch.__version__.split(".")[:2]) < PREFERS_CUDNN
-    )
+    older = TORCH < PREFERS_CUDNN
     # Builds without CUDA plan for another machine
     older |= int((torch.version.cuda or "13").split(".")[0]) < 13
     cudnn = hardware.attention is AttentionKind.cudnn

@@ -140,15 +140,17 @@ def _steps_only(config: Config) -> Config:
     memory.cpu_threads = 1
     data = SyntheticConfig(eval_samples=0, mask_documents=config.data.mask_documents)
     model = dataclasses.replace(config.model, init_from=None)
-    off = {
-        "kernels": planned_kernels(config),
-        "checkpoint": CheckpointConfig(),
-        "profile": ProfileConfig(),
-        "debug": DebugConfig(),
-    }
     return dataclasses.replace(
-        config, train=train, memory=memory, data=data, model=model, **off
-    )  # type: ignore[arg-type]
+        config,
+        train=train,
+        memory=memory,
+        data=data,
+        model=model,
+        kernels=planned_kernels(config),
+        checkpoint=CheckpointConfig(),
+        profile=ProfileConfig(),
+        debug=DebugConfig(),
+    )
 
 
 def _known_tensors(trainer: Trainer) -> Iterator[tuple[Category, Tensor]]:
