@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fsdptoys.plan.simulator.events import (
-    COMPUTE_STREAM,
     Alloc,
     Event,
     Free,
@@ -81,7 +80,7 @@ def join_kernels(recorded: list[Event]) -> list[Event]:
             kernels.append(event)
             continue
         if kernels and not isinstance(event, (Alloc, Free)):
-            joined.append(Kernels(COMPUTE_STREAM, tuple(kernels)))
+            joined.append(Kernels(tuple(kernels)))
             kernels = []
         if event is not None:
             joined.append(event)

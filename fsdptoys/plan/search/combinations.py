@@ -156,8 +156,15 @@ class Combinations:
     def _of_units(self, changes: Changes, faster: bool) -> Iterator[Changes]:
         """Alternatives of FSDP's own settings, one at a time."""
         splits = "mesh.pp_size" in changes
-        current = changes.get("parallel", self.base.parallel.name)
-        names = {current, *self.space.strategies}
+        others = (
+            name
+            for name in self.space.strategies
+            if CAPABILITIES[name].shards_parameters
+        )
+        names = [changes.get("parallel", self.base.parallel.name), *others]
+        names = [
+            name for name in names if CAPABILITIES[name].splits_layers or not splits
+        ]
         yield from self._allowed(
             [
                 {"parallel": name}
@@ -279,9 +286,7 @@ class Combinations:
         }
 
     def _capabilities(self, changes: Changes) -> Capabilities:
-        if "parallel" in changes:
-            return STRATEGIES[changes["parallel"]].capabilities
-        return self.base.parallel.capabilities
+        return CAPABILITIES[changes.get("parallel", self.base.parallel.name)]
 
     def _lists(self, can: Capabilities) -> list[list[Changes]]:
         """Lists of alternatives for a strategy."""

@@ -61,9 +61,8 @@ class Kernel(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """Operators one after the other on a stream, as if nothing came between them."""
+    """Operators one after the other on the compute stream, as if nothing came between them."""
 
-    stream: int
     kernels: tuple[Kernel, ...]
 
 

@@ -183,8 +183,7 @@ class Clock:
         end = ready + costs.kernel_seconds(self._hardware, *event[2:])
         self._ready[stream] = end
         if stream == COMPUTE_STREAM:
-            if ready > self._computed:
-                self._count_wait(ready, last)
+            self._count_wait(ready, last)
             self.parts.kinds[kind] += end - self._computed
             self._computed = end
             self._last[stream] = None
@@ -196,7 +195,7 @@ class Clock:
             self._host_until(end, self._last[stream])
 
     def _kernels(self, event: events.Kernels) -> None:
-        stream, kernels = event
+        kernels = event.kernels
         if id(kernels) not in self._sums:
             kinds = dict.fromkeys((kernel.kind for kernel in kernels), 0.0)
             for kernel in kernels:
@@ -204,24 +203,19 @@ class Clock:
             self._sums[id(kernels)] = sum(kinds.values()), kinds
         seconds, kinds = self._sums[id(kernels)]
         self.host += self._operator_seconds
-        ready, last = self._start(stream)
+        ready, last = self._start(COMPUTE_STREAM)
         self.host += self._operator_seconds * (len(kernels) - 1)
         # The last kernel starts no earlier than it is issued.
         end = max(ready + seconds, self.host + seconds / len(kernels))
-        self._ready[stream] = end
-        self._last[stream] = None
-        if stream == COMPUTE_STREAM:
-            self._count_wait(ready, last)
-            self._count_wait(end - seconds, None)
-            for kind, part in kinds.items():
-                self.parts.kinds[kind] += part
-            self._computed = end
-        else:
-            self._last[stream] = Work(
-                ready, end, self._causes[stream], self._needed(last)
-            )
+        self._ready[COMPUTE_STREAM] = end
+        self._last[COMPUTE_STREAM] = None
+        self._count_wait(ready, last)
+        self._count_wait(end - seconds, None)
+        for kind, part in kinds.items():
+            self.parts.kinds[kind] += part
+        self._computed = end
         if self._host_computes:
-            self._host_until(end, self._last[stream])
+            self._host_until(end, None)
 
     def _collective(self, event: events.Collective) -> None:
         self.host += self._hardware.host_collective_seconds.value
@@ -237,11 +231,7 @@ class Clock:
             seconds,
         )
         nodes, local = costs.spread(self._hardware, size, stride)
-        lanes = [
-            lane
-            for lane, used in ((self._intra, local > 1), (self._inter, nodes > 1))
-            if used
-        ]
+        lanes = self._lanes(within=local > 1, between=nodes > 1)
         communicator = (event.axis, size, stride)
         end = self._serve(
             event.stream,
@@ -262,21 +252,17 @@ class Clock:
                 self._count_volume(
                     ("send", event.axis, event.group_size), message.bytes, seconds
                 )
-        leaving = {
+        leaving = [
             costs.leaves_node(self._hardware, event, message)
             for message in event.messages
-        }
-        lanes = [
-            lane
-            for lane, leaves in ((self._intra, False), (self._inter, True))
-            if leaves in leaving
         ]
-        self._serve(
-            event.stream,
-            lanes,
-            costs.messages_seconds(self._hardware, event),
-            Cause.communication,
-        )
+        lanes = self._lanes(within=not all(leaving), between=any(leaving))
+        seconds = costs.messages_seconds(self._hardware, event)
+        self._serve(event.stream, lanes, seconds, Cause.communication)
+
+    def _lanes(self, within: bool, between: bool) -> list[Lane]:
+        """Links within and between nodes."""
+        return [self._intra] * within + [self._inter] * between
 
     def _count_volume(
         self, key: tuple[str, str, int], sent: int, seconds: float
