@@ -185,12 +185,10 @@ def test_typed_overrides_stay_fixed_and_compose_to_the_candidate(
             key = override.partition("=")[0]
             if "." in key or key == "parallel":
                 assert read(candidate.config, key) == read(base, key)
-        composed = compose_config([*list(candidate.overrides), "plan.world_size=16"])
+        composed = compose_config([*candidate.overrides, "plan.world_size=16"])
         composed.validate(16, "cuda")
         assert composed == candidate.config
-        assert not any(
-            override.startswith("plan.") for override in list(candidate.overrides)
-        )
+        assert not any(override.startswith("plan.") for override in candidate.overrides)
 
 
 @pytest.mark.usefixtures("unmeasured")

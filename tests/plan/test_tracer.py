@@ -18,6 +18,7 @@ from fsdptoys.plan.simulator.events import (
     Mark,
     RecordEvent,
     RecordStream,
+    Trace,
     Transfer,
     WaitEvent,
 )
@@ -46,6 +47,10 @@ TRACES_DDP = pytest.mark.skipif(
 )
 BLOCK = 2 * DIM * DIM + 2 * DIM * KV_HEADS * HEAD_DIM + 3 * DIM * FFN + 2 * DIM
 PARAMETERS = LAYERS * BLOCK + 2 * VOCAB * DIM + DIM
+
+
+def traced_fsdp2(*overrides: str, device_type: str = "cuda") -> Trace:
+    return traced([*LLAMA, "parallel=fsdp2", *overrides], device_type=device_type)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +128,7 @@ def test_collective_volumes_match_zero_3(strategy: str, param_bytes: int) -> Non
 def test_replicas_all_reduce_each_shard() -> None:
     """Oracle: with two shards on eight ranks, four replicas two ranks apart reduce half of the
     gradients."""
-    trace = traced([*LLAMA, "parallel=fsdp2", "mesh.fsdp_size=2"])
+    trace = traced_fsdp2("mesh.fsdp_size=2")
     reduced = [
         event for event in of_step(trace, Collective) if event.axis == "replicate"
     ]
@@ -137,8 +142,7 @@ def test_replicas_all_reduce_each_shard() -> None:
 
 def test_chunked_loss_matmuls_have_the_dtype_of_their_operands() -> None:
     """Oracle: bf16 operands, also where the weight's gradient is accumulated in float32."""
-    chunked = ["memory.chunk_loss=true", "memory.chunk_tokens=32"]
-    trace = traced([*LLAMA, "parallel=fsdp2", BF16, *chunked])
+    trace = traced_fsdp2(BF16, "memory.chunk_loss=true", "memory.chunk_tokens=32")
     products = [
         event for event in of_step(trace, Kernel) if event.kind is KernelKind.matmul
     ]
@@ -213,7 +217,7 @@ def test_attention_saves_its_output_and_statistics(
 ) -> None:
     """Oracle: a head's row of the result, and the float32 statistics that each library documents;
     2·B·H·T²·K FLOPs."""
-    trace = traced([*LLAMA, "parallel=fsdp2", *overrides], device_type=device_type)
+    trace = traced_fsdp2(*overrides, device_type=device_type)
     at = next(
         i
         for i, e in enumerate(trace.events)
@@ -272,9 +276,7 @@ def test_chosen_kernels_are_traced(
     overrides = [
         f"kernels.{operation}={kernel}" for operation, kernel in chosen.items()
     ]
-    trace = traced(
-        [*LLAMA, "parallel=fsdp2", BF16, *overrides], device_type=device_type
-    )
+    trace = traced_fsdp2(BF16, *overrides, device_type=device_type)
     counts = Counter(event.name for event in of_step(trace, Kernel))
     calls_by_operator = {
         name.removeprefix("planned::"): count
@@ -291,7 +293,7 @@ def test_npu_layers_share_one_attention_mask() -> None:
     """Oracle: 2048 x 2048 booleans once, besides the rotary frequencies; PyTorch's function needs
     one per layer."""
     for overrides, masks in (((), 1), (("kernels.attention=torch",), 0)):
-        trace = traced([*LLAMA, "parallel=fsdp2", BF16, *overrides], device_type="npu")
+        trace = traced_fsdp2(BF16, *overrides, device_type="npu")
         assert live_bytes(trace, 2, "end")[Category.buffers] // 2048**2 == masks
         activations = live_bytes(trace, 2, "backward")[Category.activations]
         assert (activations > LAYERS * 2048**2) == (masks == 0)
@@ -300,18 +302,15 @@ def test_npu_layers_share_one_attention_mask() -> None:
 def test_flops_of_a_traced_step_match_the_model() -> None:
     """Oracle: 6 FLOPs per weight and token, attention over half the square with its forward's
     matmul once more."""
-    trace = traced([*LLAMA, "parallel=fsdp2", BF16])
-    kernels = of_step(trace, Kernel)
+    trace = traced_fsdp2(BF16)
+    matmuls, attention = (
+        sum(event.flops for event in of_step(trace, Kernel) if event.kind is kind)
+        for kind in (KernelKind.matmul, KernelKind.attention)
+    )
     weights = PARAMETERS - VOCAB * DIM - (2 * LAYERS + 1) * DIM
-    assert (
-        sum(e.flops for e in kernels if e.kind is KernelKind.matmul)
-        == 6 * weights * TOKENS
-    )
-    attention = 12 * HEADS * HEAD_DIM * TOKENS / 2 * TOKENS * LAYERS
-    assert (
-        sum(e.flops for e in kernels if e.kind is KernelKind.attention)
-        == attention * 3.5 / 3
-    )
+    assert matmuls == 6 * weights * TOKENS
+    forward = 12 * HEADS * HEAD_DIM * TOKENS / 2 * TOKENS * LAYERS
+    assert attention == forward * 3.5 / 3
 
 
 @pytest.mark.parametrize(
@@ -362,7 +361,7 @@ def test_streamed_states_are_copied_both_ways_asynchronously() -> None:
     """Oracle: AdamW's two float32 states of this rank's shard go up and down once a step, over
     pinned memory."""
     offload = ["memory.optimizer_offload=true", "memory.offload_schedule=pipelined"]
-    trace = traced([*LLAMA, "parallel=fsdp2", *offload])
+    trace = traced_fsdp2(*offload)
     streams = {purpose: number for number, purpose in trace.streams.items()}
     for purpose, to_device in (("load", True), ("store", False)):
         copies = [
@@ -388,7 +387,7 @@ def test_worker_threads_update_every_offloaded_parameter_once() -> None:
     """Oracle: fused AdamW updates this rank's parameters in a step, and pads the shards of norms to
     full vectors."""
     offload = ["memory.cpu_offload=true", "memory.cpu_offload_executor=overlapped"]
-    trace = traced([*LLAMA, "parallel=fsdp2", *offload, BF16])
+    trace = traced_fsdp2(*offload, BF16)
     updates = [event for event in of_step(trace, HostWork) if event.elements]
     padding = (2 * LAYERS + 1) * (VECTOR_ELEMENTS - DIM // 8)
     assert sum(event.elements for event in updates) == PARAMETERS // 8 + padding

@@ -13,8 +13,6 @@ from tests.harness.traced_runs import configured
 extended = pytest.mark.extended
 
 BF16 = "parallel.param_dtype=bfloat16"
-LLAMA = ("model=llama2_7b", BF16, "train.seq_len=4096", "train.batch_size=1")
-FULL = "memory.gradient_checkpointing=full"
 
 
 @pytest.mark.parametrize(
@@ -28,11 +26,12 @@ def test_kept_activations_of_a_llama_block(
     statistics, and of width F four, or three (gate, up, their product) with fused kernels."""
     kind = AttentionKind(kind)
     device_type = "npu" if kernels == "npu" else "cuda"
-    overrides = [
+    overrides = ["model=llama2_7b", BF16, "train.seq_len=4096", "train.batch_size=1"]
+    overrides += [
         f"kernels.{operation}={kernels or 'torch'}"
         for operation in ("rms_norm", "rotary", "swiglu")
     ]
-    config = configured([*LLAMA, *overrides], 8, device_type)
+    config = configured(overrides, 8, device_type)
     with torch.device("meta"):
         model = config.model.build()
     (block,) = {
@@ -69,7 +68,11 @@ def test_kept_activations_of_a_llama_block(
         ("model=qwen3_0.6b",),
         ("model=gpt2",),
         ("model=qwen3_moe_mini",),
-        ("model=llama4_mini", FULL, "memory.checkpointing_every=2"),
+        (
+            "model=llama4_mini",
+            "memory.gradient_checkpointing=full",
+            "memory.checkpointing_every=2",
+        ),
         pytest.param(
             ("model=gpt2", "parallel=ddp", "train.grad_accum=2"), marks=extended
         ),
