@@ -42,9 +42,8 @@ from fsdptoys.utils.tables import print_grid
 OPTIONS = ("hardware", "out")
 
 NOISE = 0.01  # Expected relative error of a measured step time
-SURPRISE = math.log(
-    2.0
-)  # Expected error of a profile's rate, as the logarithm of a factor
+# Expected error of a profile's rate, as the logarithm of a factor
+SURPRISE = math.log(2.0)
 LEAST_EFFECT = 1e-3
 """Smallest relative change of a prediction, on doubling or halving a rate, for the rate to be
 fitted."""

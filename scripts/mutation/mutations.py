@@ -107,9 +107,8 @@ class Breaker:
         self.scratch = scratch
         self.source = copy_checkout(checkout, scratch / "source")
         self.unbroken = copy_checkout(checkout, scratch / "unbroken")
-        list_tests(
-            self.source, ["--all", *arguments]
-        )  # compiles all modules for the copies
+        # Compiles all modules for the copies
+        list_tests(self.source, ["--all", *arguments])
         self._lock = threading.Lock()
         self._unsound: dict[tuple[str, ...], bool] = {}
 

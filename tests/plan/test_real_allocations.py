@@ -176,9 +176,8 @@ def run_for_real(overrides: list[str], world_size: int) -> Seen:
 
     def mark(step: int, phase: str) -> None:
         marks.append((step, phase))
-        torch.empty(
-            FIRST_MARK + len(marks), dtype=torch.uint8
-        )  # the profiler sees it in its place
+        # The profiler sees it in its place.
+        torch.empty(FIRST_MARK + len(marks), dtype=torch.uint8)
 
     trainer.on_phase = mark
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -285,9 +284,8 @@ def test_trace_has_the_allocations_of_a_real_run_in_order(
     for step in (1, 2):
         for phase in ("forward", "backward", "optimizer"):
             expected = [size for size in trace[step, phase] if size >= smallest]
-            met = {
-                0
-            }  # possible numbers of matched blocks: scratch memory can have an expected size
+            # Possible numbers of matched blocks: scratch memory can have an expected size
+            met = {0}
             for size, operators in real.get((step, phase), []):
                 if size < smallest or size == RANDOM_STATE_BYTES:
                     continue

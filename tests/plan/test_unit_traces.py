@@ -57,9 +57,8 @@ def test_kept_activations_of_a_llama_block(
     if kernels or (kind.on_cuda and fuses_rms_norm()):
         assert live_bytes == pytest.approx(expected, rel=0.001)
     else:
-        assert (
-            live_bytes > expected * 0.97
-        )  # normalization in parts keeps float32 copies
+        # Normalization in parts keeps float32 copies.
+        assert live_bytes > expected * 0.97
 
 
 @pytest.mark.parametrize(

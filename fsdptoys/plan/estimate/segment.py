@@ -46,9 +46,8 @@ class Segment:
     saved: dict[int, int]
     """Block → bytes of a tensor that checkpointing saves besides the input, if large enough for
     activation offload."""
-    gradients: dict[
-        str, int
-    ]  # Parameter → block of its gradient, which outlives the backward
+    # Parameter → block of its gradient, which outlives the backward
+    gradients: dict[str, int]
     views: frozenset[str]  # Parameters whose gradient is a view
     tokens: int  # Of the input
 

@@ -27,7 +27,7 @@ IN_BACKWARD = {"forward": "backward", "saved": "", "output": ""}
 
 
 class Note(NamedTuple):
-    """Where a part of a segment's contents belongs."""
+    """Place of a part of a segment's contents in a trace."""
 
     kind: str
     """``forward`` and ``backward``: a stage begins, in the backward also one that is recomputed;
@@ -43,9 +43,8 @@ class Note(NamedTuple):
 class Layout:
     """The parts of a segment's contents that the trainer depends on."""
 
-    stages: tuple[
-        str, ...
-    ]  # Names of modules, in the order of the forward; empty outside of these
+    # Names of modules, in the order of the forward; empty outside of these
+    stages: tuple[str, ...]
     # Parameters in the order of the backward, and whether theirs are views
     gradients: tuple[tuple[str, bool], ...]
     # Bytes of a token of each tensor that activation offload takes besides the input
@@ -113,7 +112,10 @@ class _EmptyModel(nn.Module):
 def _change_class(
     module: nn.Module, kind: type[nn.Module], stand_in: Callable[[Tensor], Tensor]
 ) -> None:
-    """Derive the class of a module from its own, as ``fully_shard`` does: strategies ask for it."""
+    """Derive a module's class from its own, as ``fully_shard`` does.
+
+    Strategies ask for the class of a module.
+    """
     changed: Any = module
     changed.__class__ = type(type(module).__name__, (kind, type(module)), {})
     changed.stand_in = stand_in
@@ -186,14 +188,8 @@ class _StandIn:
         stages = self.layout.stages
         visit = self.next_stage
         self.next_stage += 1
-        saved = (
-            [
-                self._save(number, size)
-                for number, size in enumerate(self.layout.saved_bytes)
-            ]
-            if visit == 0
-            else []
-        )
+        sizes = self.layout.saved_bytes if visit == 0 else ()
+        saved = [self._save(number, size) for number, size in enumerate(sizes)]
         begin = self._note("forward", part, visit)
         hidden = Notice.apply(
             hidden, begin, self._note("end", part, visit), hidden, *saved
@@ -225,15 +221,9 @@ class _StandIn:
     def _save(self, number: int, size: int) -> Tensor:
         """A tensor that checkpointing saves, of ``size`` bytes a token."""
         self._note("saved", visit=number)()
-        rows = (TOKENS, 0)
-        columns = (0, size // self.dtype.itemsize)
         device = torch.device(self.recorder.device_type)
-        return torch.mm(
-            *(
-                torch.empty(shape, dtype=self.dtype, device=device)
-                for shape in (rows, columns)
-            )
-        )
+        empty = functools.partial(torch.empty, dtype=self.dtype, device=device)
+        return torch.mm(empty(TOKENS, 0), empty(0, size // self.dtype.itemsize))
 
     def _note(self, kind: str, name: str = "", visit: int = 0) -> Callable[[], None]:
         def note() -> None:

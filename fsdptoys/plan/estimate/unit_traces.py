@@ -118,7 +118,7 @@ def _block(
     for part in parts:
         outside = innermost(part.rpartition(".")[0], parts)
         _mark_part(block.get_submodule(part), part, outside, recorder)
-    block.execute = functools.partial(_begun, block.compute, recorder)
+    block.execute = functools.partial(_run_marked, block.compute, recorder)
     if mode is not GradientCheckpointing.none:
         checkpoint_blocks([block], mode, save=save)
     with torch.device("meta"):
@@ -138,7 +138,7 @@ def _block(
     )
 
 
-def _begun(forward: Callable[..., Any], recorder: OpRecorder, *args: Any) -> Any:
+def _run_marked(forward: Callable[..., Any], recorder: OpRecorder, *args: Any) -> Any:
     recorder.add(Mark(STAGE, ""))
     return forward(*args)
 
@@ -190,7 +190,7 @@ def _embedding(
         hidden_BTD = model.embed(tokens_BT, tokens_BT[0])
         return hidden_BTD if trained else Root.apply(anchor, hidden_BTD)
 
-    run = functools.partial(_begun, embed, recorder)
+    run = functools.partial(_run_marked, embed, recorder)
     return record_unit(tables, run, None, inputs, recorder)
 
 

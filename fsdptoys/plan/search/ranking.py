@@ -93,9 +93,8 @@ class Candidate:
     prediction: Prediction
     # Number of sharding and memory settings that differ from their defaults
     switches: int
-    changes: Changes = field(
-        default_factory=dict
-    )  # Changed switches, without the batch
+    # Changed switches, without the batch
+    changes: Changes = field(default_factory=dict)
     position: int = 0  # In the ranking; tied candidates share it
 
     @property

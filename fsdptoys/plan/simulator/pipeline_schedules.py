@@ -55,9 +55,8 @@ def order_of(
     warm_up = min(ahead[schedule], total)
 
     def action(is_forward: bool, number: int) -> Action:
-        rounds, offset = divmod(
-            number, ranks
-        )  # Micro-batches pass in groups of as many as ranks
+        # Micro-batches pass in groups of as many as ranks.
+        rounds, offset = divmod(number, ranks)
         turn, own = divmod(rounds, per_rank)
         own = own if is_forward else per_rank - 1 - own
         return Action(is_forward, own * ranks + rank, turn * ranks + offset)

@@ -250,9 +250,8 @@ def replace_kernels(
             )
     if attention is AttentionKind.cpu:
         for dtype in (torch.float32, torch.bfloat16):
-            grouped.choose_product(
-                "cpu", dtype
-            )  # fills a cache by trials, which take real tensors
+            # Fills a cache by trials, which take real tensors
+            grouped.choose_product("cpu", dtype)
     # No trial, which takes real tensors.
     planned = dict.fromkeys(("torch", "looped"), lambda *args: PlannedGrouped())
     # A block mask is small, and flex_attention keeps the same tensors as FlashAttention.

@@ -156,9 +156,8 @@ def serve(
     inherited: Sequence[Connection],
 ) -> None:
     """Answer requests until they end."""
-    signal.signal(
-        signal.SIGTERM, signal.SIG_DFL
-    )  # by which the parent ends it at its own end
+    # The parent ends it by this signal at its own end.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for connection in inherited:
         connection.close()
     descriptor = os.open(errors_path, os.O_WRONLY)

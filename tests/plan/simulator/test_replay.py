@@ -197,9 +197,8 @@ def test_another_group_uses_gaps_of_a_shared_link() -> None:
     before = [compute(5), RecordEvent(0, 0), WaitEvent(0, 1), gather(4, stream=1)]
     assert run(*before, gather(3, stream=2, axis="world")).tail(2) == 3
     assert run(*before, gather(6, stream=2, axis="world")).tail(2) == 15
-    assert (
-        run(*before, gather(3, stream=2)).tail(2) == 12
-    )  # of the same group: in order
+    # Of the same group: in order
+    assert run(*before, gather(3, stream=2)).tail(2) == 12
     assert (
         run(
             gather(3, stream=3, axis="all"), *before, gather(3, stream=2, axis="world")
