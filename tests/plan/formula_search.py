@@ -141,9 +141,4 @@ def find(
     )
 
 
-SMALL = Space(
-    strategies=("fsdp2", "ddp"),
-    cpu_offload=False,
-    every_shard_size=False,
-    exchanges=False,
-)
+SMALL = Space(strategies=("fsdp2", "ddp"), cpu_offload=False, every_mesh=False)

@@ -66,15 +66,6 @@ class UnitInputs:
         return self.sequence // self.features
 
 
-def _note_gradient(recorder: OpRecorder, name: str, param: Tensor) -> None:
-    recorder.add(Mark(GRADIENT, name))
-
-
-def _note_view(views: set[str], name: str, gradient: Tensor) -> None:
-    if gradient._is_view():
-        views.add(name)
-
-
 @contextmanager
 def kernels_of(attention: AttentionKind) -> Iterator[None]:
     """Use a device's kernels on the meta device."""
@@ -147,9 +138,20 @@ def record_unit(
         return storage.block if storage is not None else 0
 
     blocks: dict[str, int] = {}
+    views: set[str] = set()
 
     def note(name: str, gradient: Tensor) -> None:
         blocks[name] = block_of(gradient)
+
+    def watch(name: str, param: nn.Parameter) -> None:
+        def note_view(gradient: Tensor) -> None:
+            if gradient._is_view():
+                views.add(name)
+
+        param.register_hook(note_view)
+        param.register_post_accumulate_grad_hook(
+            lambda _: recorder.add(Mark(GRADIENT, name))
+        )
 
     anchor = torch.empty((), device="meta", requires_grad=True)
     with (
@@ -180,13 +182,9 @@ def record_unit(
             loss = _End.apply(output, (), torch.float32)
         del output
         recorder.mark(0, "backward")
-        views: set[str] = set()
         for name, param in module.named_parameters():
             if param.requires_grad:
-                param.register_hook(functools.partial(_note_view, views, name))
-                param.register_post_accumulate_grad_hook(
-                    functools.partial(_note_gradient, recorder, name)
-                )
+                watch(name, param)
         loss.backward()
         gradients = {
             name: param.grad

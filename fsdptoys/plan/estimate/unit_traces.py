@@ -10,7 +10,7 @@ Shapes: B batch, T sequence, D width.
 
 import copy
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, cast
 
 import torch
@@ -118,7 +118,12 @@ def _block(
     for part in parts:
         outside = innermost(part.rpartition(".")[0], parts)
         _mark_part(block.get_submodule(part), part, outside, recorder)
-    block.execute = functools.partial(_run_marked, block.compute, recorder)
+
+    def execute(*args: Any) -> Any:
+        recorder.add(Mark(STAGE, ""))
+        return block.compute(*args)
+
+    block.execute = execute
     if mode is not GradientCheckpointing.none:
         checkpoint_blocks([block], mode, save=save)
     with torch.device("meta"):
@@ -131,20 +136,15 @@ def _block(
         for module in block.modules():
             if isinstance(module, Attention):
                 module.context = context
-    run = functools.partial(_run_block, block, rotations)
+
+    def run(hidden_BTD: Tensor) -> Tensor:
+        output: Tensor = block(hidden_BTD, rotations)
+        return output
+
     saves = mode is not GradientCheckpointing.none
     return record_unit(
         block, run, model.config.dim, inputs, recorder, rotations or (), saves
     )
-
-
-def _run_marked(forward: Callable[..., Any], recorder: OpRecorder, *args: Any) -> Any:
-    recorder.add(Mark(STAGE, ""))
-    return forward(*args)
-
-
-def _run_block(block: nn.Module, rotations: Any, hidden_BTD: Tensor) -> Any:
-    return block(hidden_BTD, rotations)
 
 
 def _mark_part(
@@ -186,11 +186,11 @@ def _embedding(
         _mark_part(tables[part], part, "", recorder)
     trained = any(param.requires_grad for param in tables.parameters())
 
-    def embed(anchor: Tensor) -> Tensor:
+    def run(anchor: Tensor) -> Tensor:
+        recorder.add(Mark(STAGE, ""))
         hidden_BTD = model.embed(tokens_BT, tokens_BT[0])
         return hidden_BTD if trained else Root.apply(anchor, hidden_BTD)
 
-    run = functools.partial(_run_marked, embed, recorder)
     return record_unit(tables, run, None, inputs, recorder)
 
 

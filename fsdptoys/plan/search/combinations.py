@@ -40,7 +40,9 @@ class Space:
     """Shard axes of powers of two, the node and its multiples; ranks of a node that share
     sequences, split experts or features; and stages. Otherwise shard axes of one node and of all
     ranks."""
-    offloads: bool = True  # Of activations, the optimizer and parameters
+    activation_offload: bool = True
+    optimizer_offload: bool = True
+    cpu_offload: bool = True
 
 
 EVERYTHING = Space()
@@ -49,7 +51,9 @@ SENSIBLE = Space(
     wraps=(Wrap.block,),
     reshards=(ReshardAfterForward.default,),
     every_mesh=False,
-    offloads=False,
+    activation_offload=False,
+    optimizer_offload=False,
+    cpu_offload=False,
 )
 
 
@@ -294,7 +298,9 @@ class Combinations:
         # Every second size; the others are tried next to the best.
         sizes = [*self._sizes[:-1:2], -1] if shards else [-1]
         is_fixed = "memory.activation_offload" in self.fixed
-        offloading = (False, True) if self.space.offloads or is_fixed else (False,)
+        offloading = (
+            (False, True) if self.space.activation_offload or is_fixed else (False,)
+        )
         checkpointing: list[Changes] = [
             {"memory.gradient_checkpointing": GradientCheckpointing.none},
             *(
@@ -312,11 +318,11 @@ class Combinations:
         offloads: list[Changes] = [
             {"memory.optimizer_offload": False, "memory.cpu_offload": False}
         ]
-        if self.space.offloads:
+        if self.space.optimizer_offload:
             offloads.append(
                 {"memory.optimizer_offload": True, "memory.cpu_offload": False}
             )
-        if self.space.offloads and shards:
+        if self.space.cpu_offload and shards:
             best = (
                 CPUOffloadExecutor.overlapped
                 if can.overlapped_cpu_offload

@@ -110,7 +110,9 @@ def search(
         ConfigError: if no combination is valid, or none fits.
     """
     if hardware.device_type == "cpu":  # host memory is where everything is already
-        space = dataclasses.replace(space, offloads=False)
+        space = dataclasses.replace(
+            space, activation_offload=False, optimizer_offload=False, cpu_offload=False
+        )
     exploration = _Exploration(
         base, overrides, hardware, world_size, memory_bytes, host_memory_bytes, predict
     )
