@@ -84,7 +84,7 @@ def fast_estimate(config: Config, hardware: Hardware, world_size: int) -> Predic
         else:
             memory, time = _of_one_rank(config, replays)
     # Those of one rank: ranks that share sequences, or have other layers, have a part of each.
-    micro_batches = train.grad_accum * getattr(config.parallel, "simulated_ranks", 1)
+    micro_batches = _micro_batches(config)
     tokens = (
         train.batch_size
         * train.seq_len
@@ -117,9 +117,7 @@ def _of_one_rank(
     depths = depths_of(
         config, _build_model(_model_key(config), Uncached(config)), least
     )
-    micro_batches = config.train.grad_accum * getattr(
-        config.parallel, "simulated_ranks", 1
-    )
+    micro_batches = _micro_batches(config)
     counts = (
         [micro_batches]
         if micro_batches <= MICRO_BATCHES
@@ -140,6 +138,12 @@ def _of_one_rank(
             results[0].time(), time, (counts[0], counts[1]), micro_batches
         )
     return result.memory(), time
+
+
+def _micro_batches(config: Config) -> int:
+    """Micro-batches of a step, those of simulated ranks included."""
+    count: int = getattr(config.parallel, "simulated_ranks", 1)
+    return config.train.grad_accum * count
 
 
 def _replays(
@@ -172,12 +176,12 @@ def _replays(
             axes.tp > 1
             and any(isinstance(module, Experts) for module in model.modules())
         )
-        names = _unit_names(
-            _model_key(deep),
-            repr(config.parallel),
-            sparse,
-            Uncached((model, config.parallel)),
+        units = (
+            config.parallel.units(model, sparse)
+            if isinstance(config.parallel, FSDPConfig)
+            else ()
         )
+        names = tuple(name for unit in units for name in unit.modules)
         segments = segments_of(deep, model, attention, names)
         inner = any(
             name.startswith("layers.") and name.count(".") > 1 for name in names
@@ -228,19 +232,6 @@ def _skeletons(
     traces = tracing_process.traced(device_type, world_size, list(missing.values()))
     TRACED.update(zip(missing, traces, strict=True))
     return [TRACED[key] for key in keys]
-
-
-@functools.lru_cache(maxsize=512)
-def _unit_names(
-    model_key: str,
-    parallel_key: str,
-    sparse: bool,
-    source: Uncached[tuple[DecoderModel, Any]],
-) -> tuple[str, ...]:
-    """Modules that are units."""
-    model, parallel = source.value
-    units = parallel.units(model, sparse) if isinstance(parallel, FSDPConfig) else ()
-    return tuple(name for unit in units for name in unit.modules)
 
 
 @contextmanager

@@ -24,17 +24,20 @@ import torch.distributed as dist
 from fsdptoys.device import Device, MemoryStats
 from fsdptoys.plan.simulator import events as simulated
 
-HOLDERS = {
-    "all-gather copy-in": ("all_gather_copy_in_stream", "_pre_unshard_stream"),
-    "all-gather": ("all_gather_stream", "_unshard_stream"),
-    "reduce-scatter": ("reduce_scatter_stream", "_post_backward_stream"),
-    "all-reduce": ("all_reduce_stream", "_all_reduce_stream"),
-    "load": ("_load_stream",),
-    "store": ("_store_stream",),
-    "activation offload": ("_stream",),
+PURPOSES = {
+    "all_gather_copy_in_stream": "all-gather copy-in",
+    "_pre_unshard_stream": "all-gather copy-in",
+    "all_gather_stream": "all-gather",
+    "_unshard_stream": "all-gather",
+    "reduce_scatter_stream": "reduce-scatter",
+    "_post_backward_stream": "reduce-scatter",
+    "all_reduce_stream": "all-reduce",
+    "_all_reduce_stream": "all-reduce",
+    "_load_stream": "load",
+    "_store_stream": "store",
+    "_stream": "activation offload",
 }
-"""Purpose of a stream → attributes that hold it, in PyTorch's FSDP2, FSDP1 and here."""
-PURPOSES = {name: purpose for purpose, names in HOLDERS.items() for name in names}
+"""Attribute that holds a stream, in PyTorch's FSDP2, FSDP1 and here → its purpose."""
 
 # Device type that stands for CUDA: a name that nothing else has
 DEVICE_NAME = "planned"
