@@ -20,7 +20,7 @@ def advised(config: Config, gib: float, world_size: int = 8) -> list[tuple[str, 
 
     prediction = predict(vary(config, {}))
     return [
-        (" ".join(advice.words), advice.fits)
+        (" ".join(advice.overrides), advice.fits)
         for advice in advise(config, predict, prediction, gib * GIB)
     ]
 
