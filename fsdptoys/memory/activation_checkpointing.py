@@ -72,7 +72,7 @@ SAVED_OPERATORS = {
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Calls a function whose activations the backward recomputes."""
+    """Calls a function; the backward recomputes its activations."""
 
     operators: Sequence[torch._ops.OpOverload] = ()
     """Their results are kept. A list, since torch.compile traces it (torch 2.7 cannot trace a
@@ -107,7 +107,7 @@ def checkpoint_blocks(
     """Recompute blocks in the backward.
 
     A strategy's hooks on a block run outside the recomputation, so that it gathers nothing by
-    itself. ``save`` names the ``SAVED_OPERATORS`` whose results ``selective`` keeps.
+    itself. ``selective`` keeps the results of those ``SAVED_OPERATORS`` that ``save`` names.
     """
     if mode is GradientCheckpointing.none:
         return

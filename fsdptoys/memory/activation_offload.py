@@ -90,7 +90,9 @@ class _Block:
     def __init__(
         self, index: int, previous: "_Block | None", args: tuple[Any, ...], stays: bool
     ) -> None:
-        self.index, self.previous, self.stays = index, previous, stays
+        self.index = index
+        self.previous = previous
+        self.stays = stays
         inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
         self.input_addresses = {tensor.data_ptr() for tensor in inputs}
         self.saved: list[weakref.ref[_Saved]] = []
@@ -116,12 +118,11 @@ class _Saved:
     def __init__(
         self, tensor: Tensor, block: _Block, offload: "ActivationOffload"
     ) -> None:
-        self._block, self._offload = block, offload
-        self._shape, self._strides, self._dtype = (
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-        )
+        self._block = block
+        self._offload = offload
+        self._shape = tensor.shape
+        self._strides = tensor.stride()
+        self._dtype = tensor.dtype
         self._resident: Tensor | None = tensor
         self._version = tensor._version
         self._buffer: Tensor | None = None
@@ -154,7 +155,8 @@ class _Saved:
                 device=self._offload.device,
             )
             self._mark = self._offload.copies.start(tensor, self._host())
-            self._resident, self._version = tensor, tensor._version
+            self._resident = tensor
+            self._version = tensor._version
 
     def leave(self) -> None:
         """Free the device memory after the copy, in the order of the current stream."""
@@ -214,7 +216,7 @@ class ActivationOffload:
 
         Args:
             index: of the block among the checkpointed ones, in the order of the forward.
-            is_last: whether it is the last checkpointed block, whose tensors stay on the device.
+            is_last: whether it is the last checkpointed block; its tensors stay on the device.
             operators: their results are saved rather than recomputed.
         """
         if not torch.is_grad_enabled():
@@ -229,10 +231,10 @@ class ActivationOffload:
             )
 
         def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-            kept: dict[object, list[Any]] = defaultdict(list)
+            results: dict[object, list[Any]] = defaultdict(list)
             return _Keep(
-                operators, kept, functools.partial(self._save, block=block)
-            ), _Replay(kept)
+                operators, results, functools.partial(self._save, block=block)
+            ), _Replay(results)
 
         options: dict[str, Any] = {"context_fn": contexts} if operators else {}
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
@@ -278,18 +280,20 @@ class _Keep(TorchDispatchMode):
     def __init__(
         self,
         operators: Collection[object],
-        kept: dict[object, list[Any]],
+        results: dict[object, list[Any]],
         save: Callable[[Tensor], Tensor | _Saved],
     ) -> None:
         super().__init__()
-        self._operators, self._kept, self._save = frozenset(operators), kept, save
+        self._operators = frozenset(operators)
+        self._results = results
+        self._save = save
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         results = func(*args, **(kwargs or {}))
         if func in self._operators:
-            self._kept[func].append(
+            self._results[func].append(
                 tree_map(
                     lambda result: (
                         self._save(_alias(result))
@@ -305,9 +309,9 @@ class _Keep(TorchDispatchMode):
 class _Replay(TorchDispatchMode):
     """Returns saved results instead of computing them, in the recomputation."""
 
-    def __init__(self, kept: dict[object, list[Any]]) -> None:
+    def __init__(self, results: dict[object, list[Any]]) -> None:
         super().__init__()
-        self._kept = kept
+        self._results = results
         self._calls: Counter[object] = Counter()
 
     def __enter__(self) -> "_Replay":
@@ -318,11 +322,13 @@ class _Replay(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func not in self._kept:
+        if func not in self._results:
             return func(*args, **(kwargs or {}))
         call = self._calls[func]
         self._calls[func] += 1
-        return tree_map(lambda result: _alias(_unpack(result)), self._kept[func][call])
+        return tree_map(
+            lambda result: _alias(_unpack(result)), self._results[func][call]
+        )
 
 
 def _is_dense(tensor: Tensor) -> bool:

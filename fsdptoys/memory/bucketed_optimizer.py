@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from fsdptoys.utils.dtensor import is_dtensor, local_tensor, sharded_like
 
-from .optimizer_stepper import GradientNorms, OptimizerStepper
+from .optimizer_stepper import BeforeUpdate, GradientNorms, OptimizerStepper
 from .state_buckets import Bucket, UnitParams
 
-RUNS_CHOICE = ("params", "foreach", "fused", "capturable", "differentiable")
+RUNS_CHOICE = {"params", "foreach", "fused", "capturable", "differentiable"}
 """Keys of a parameter group that loading keeps: implementation rather than hyperparameters."""
 
 
@@ -61,7 +61,7 @@ class BucketedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: an element-wise optimizer; both share its parameter groups.
-        units: every parameter once, by the module whose forward needs it first, in the order of the
+        units: every parameter once, by the first module that needs it, in the order of the
             forward.
         buckets: of these units, in order, each with its ``slab``.
         units_ahead: units after its own that a unit's forward begins to gather.
@@ -108,27 +108,17 @@ class BucketedOptimizer(torch.optim.Optimizer):
         self.finish_updates()
         scale, self._scale = self._scale, None
         defers = self.executor.defers
-        taken = [
+        buckets = [
             bucket
             for bucket in self.buckets
             if bucket.take(self.param_groups, scale, release=defers)
         ]
         self.steps_taken += 1
-        self.executor.start(taken, self.steps_taken)
+        self.executor.start(buckets, self.steps_taken)
         self._may_be_pending = defers
         if not defers:
             self._finish_units(None)
         return loss
-
-    @property
-    def held_gradients(self) -> list[Tensor]:
-        """Gradients of pending updates."""
-        return [
-            gradient
-            for bucket in self.buckets
-            for gradient in bucket.gradients
-            if gradient is not None
-        ]
 
     def finish_updates(self) -> None:
         """Finish pending updates: the parameters are then as after the last step.
@@ -159,9 +149,6 @@ class BucketedOptimizer(torch.optim.Optimizer):
             ValueError: if the parameter groups or the shapes do not fit.
         """
         self.flush()
-        state_dict = dict(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
         saved_groups = state_dict["param_groups"]
         if [len(group["params"]) for group in saved_groups] != [
             len(group["params"]) for group in self.param_groups
@@ -179,22 +166,15 @@ class BucketedOptimizer(torch.optim.Optimizer):
             for index, param in enumerate(bucket.params):
                 bucket.load(index, saved[param])
         for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
-            group.update(
-                {
-                    key: value
-                    for key, value in saved_group.items()
-                    if key not in RUNS_CHOICE
-                }
-            )
+            for key in saved_group.keys() - RUNS_CHOICE:
+                group[key] = saved_group[key]
         counted = [
             int(scalars["step"])
-            for b in self.buckets
-            for scalars in b.scalars
+            for bucket in self.buckets
+            for scalars in bucket.scalars
             if "step" in scalars
         ]
         self.steps_taken = max(counted, default=self.steps_taken)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
 
     def _expose_states(self) -> None:
         for bucket in self.buckets:
@@ -202,13 +182,9 @@ class BucketedOptimizer(torch.optim.Optimizer):
             for param, scalars, tensors in zip(
                 bucket.params, bucket.scalars, views, strict=True
             ):
-                state = {
-                    **scalars,
-                    **{
-                        name: sharded_like(param, view)
-                        for name, view in tensors.items()
-                    },
-                }
+                state = dict(scalars)
+                for name, view in tensors.items():
+                    state[name] = sharded_like(param, view)
                 # On ranks whose shard is empty, FSDP1 has no gradient and expects no state.
                 if state and (param.numel() or is_dtensor(param)):
                     self.state[param] = state
@@ -259,12 +235,22 @@ class BucketedStepper(OptimizerStepper):
     @property
     def held_gradients(self) -> list[Tensor]:
         """Gradients of pending updates."""
-        return self.optimizer.held_gradients
+        return [
+            gradient
+            for bucket in self.optimizer.buckets
+            for gradient in bucket.gradients
+            if gradient is not None
+        ]
 
     def restore(self, steps_taken: int | None) -> None:
         """Continue counting; a run without buckets counted none, and rounded none
         stochastically."""
         self.optimizer.steps_taken = steps_taken or self.optimizer.steps_taken
+
+    def before_update(self, hook: BeforeUpdate) -> None:
+        """Call ``hook`` before each update within a bucket."""
+        for bucket in self.optimizer.buckets:
+            bucket.before_update.append(hook)
 
     def clip(
         self, norms: GradientNorms, max_norm: float, unscale: float = 1.0

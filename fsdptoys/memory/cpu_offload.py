@@ -5,7 +5,7 @@ FSDP itself uploads parameters and downloads gradients. One of two executors upd
 
 - ``native``: the optimizer runs after the backward, while the device waits;
 - ``overlapped`` (FSDP2): ``step`` submits buckets to worker threads in the order of the next
-  forward, whose units wait for their own buckets only. No update begins before the norm is known,
+  forward; a unit waits for its own buckets only. No update begins before the norm is known,
   which the same threads sum on the host; gradients are scaled within the update. A bfloat16 model's
   parameters are uploaded from a bfloat16 mirror, which the threads refresh after each update
   (``parallel.cpu_offload_cast``).

@@ -36,22 +36,27 @@ class OptimizerInBackward(OptimizerStepper):
         measure: Callable[[Tensor], list[Tensor]],
     ) -> None:
         super().__init__(optimizer)
-        self._params, self._measure = list(params), measure
+        self._params = list(params)
+        self._measure = measure
         self._group = {
             param: number
             for number, group in enumerate(optimizer.param_groups)
             for param in group["params"]
         }
         self._norms: dict[nn.Parameter, list[Tensor]] = {}
+        self.before_update(self._keep_norm)
         for param in self._params:
             param.register_post_accumulate_grad_hook(self._update)
 
+    def _keep_norm(self, param: nn.Parameter, grad: Tensor) -> None:
+        assert param not in self._norms, "a second gradient in one step"
+        self._norms[param] = self._measure(grad)
+
     @torch.no_grad()
     def _update(self, param: Tensor) -> None:
-        assert isinstance(param, nn.Parameter) and param.grad is not None
-        assert param not in self._norms, "a second gradient in one step"
-        self._norms[param] = self._measure(param.grad)
-        optimizer, groups = self.optimizer, self.optimizer.param_groups
+        assert isinstance(param, nn.Parameter)
+        optimizer = self.optimizer
+        groups = optimizer.param_groups
         optimizer.param_groups = [{**groups[self._group[param]], "params": [param]}]
         try:
             optimizer.step()
@@ -73,6 +78,5 @@ class OptimizerInBackward(OptimizerStepper):
         self._norms.clear()
         return norms.total_norm(parts)
 
-    def step(self, skip: Tensor | bool = False) -> None:
-        """The backward has taken the step."""
-        self.after_update()
+    def _step(self, skip: Tensor | None) -> None:
+        """Do nothing: the backward has taken the step."""

@@ -12,10 +12,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 MapParts = Callable[[Callable[[Tensor], Tensor], list[Tensor]], Iterable[Tensor]]
 """Like the builtin ``map``, over parts of gradients."""
+
+BeforeUpdate = Callable[[nn.Parameter, Tensor], None]
+"""Receives a parameter that is about to be updated, and its gradient, which it may change."""
 
 
 class GradientNorms(Protocol):
@@ -74,6 +77,22 @@ class OptimizerStepper:
     def restore(self, steps_taken: int | None) -> None:
         """Continue counting from a checkpoint's ``steps_taken``; None from runs that did not
         count."""
+
+    def before_update(self, hook: BeforeUpdate) -> None:
+        """Call ``hook`` right before each update of a parameter that has a gradient.
+
+        The gradient is scaled and clipped, unless the optimizer's kernel does it
+        (``skips_on_device``). A deferred update calls the hook later, on the thread that updates.
+        """
+
+        @torch.no_grad()
+        def call(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        hook(param, param.grad)
+
+        self.optimizer.register_step_pre_hook(call)
 
     def clip(
         self, norms: GradientNorms, max_norm: float, unscale: float = 1.0

@@ -18,22 +18,13 @@ from torch import Tensor, nn
 from fsdptoys.utils.dtensor import local_tensor
 from fsdptoys.utils.optimizer_states import kept_states
 
+from .optimizer_stepper import BeforeUpdate
+
 ALIGNMENT = 64
 """Each state's offset is a multiple of so many elements, for aligned vector loads."""
 
 UnitParams = tuple[nn.Module, list[nn.Parameter]]
 """A module, and the parameters that its forward is the first to need."""
-
-
-def _same_type(
-    optimizer: torch.optim.Optimizer, params: dict[int, list[nn.Parameter]]
-) -> torch.optim.Optimizer:
-    kind: Any = type(optimizer)
-    groups = [
-        {**_hyperparameters(optimizer.param_groups[index]), "params": params[index]}
-        for index in params
-    ]
-    return kind(groups)
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
@@ -48,8 +39,7 @@ def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
 class Bucket:
     """Parameters of unit number ``unit`` that are updated together; ``optimizer`` is the outer one.
 
-    ``kept`` has an example of each state: of several numbers for the parameter's shape, or of one
-    number.
+    An example of a state has several numbers for the parameter's shape, or one number.
     """
 
     slab: Tensor
@@ -60,7 +50,7 @@ class Bucket:
         unit: int,
         params: Sequence[nn.Parameter],
         optimizer: torch.optim.Optimizer,
-        kept: dict[str, Tensor],
+        examples: dict[str, Tensor],
     ) -> None:
         self.unit = unit
         self.params = list(params)
@@ -69,8 +59,10 @@ class Bucket:
         """Event of the last copy into ``slab``."""
         locals_ = [local_tensor(param) for param in self.params]
         self._shapes = [local.shape for local in locals_]
-        self._tensors = [name for name, example in kept.items() if example.ndim]
-        scalars = {name: example for name, example in kept.items() if not example.ndim}
+        self._tensors = [name for name, example in examples.items() if example.ndim]
+        scalars = {
+            name: example for name, example in examples.items() if not example.ndim
+        }
         self.scalars = [
             {name: torch.zeros_like(value) for name, value in scalars.items()}
             for _ in self.params
@@ -84,6 +76,7 @@ class Bucket:
         ]
         self.gradients: list[Tensor | None] = []
         """Gradients of the parameters, between ``take`` and ``update``."""
+        self.before_update: list[BeforeUpdate] = []
         self._scale: Tensor | None = None
         by_group: dict[int, list[nn.Parameter]] = {}
         group_of = {
@@ -94,7 +87,12 @@ class Bucket:
         for param, proxy in zip(self.params, self._proxies, strict=True):
             by_group.setdefault(group_of[param], []).append(proxy)
         self._group_indices = list(by_group)
-        self._inner = _same_type(optimizer, by_group)
+        kind: Any = type(optimizer)
+        groups = [
+            {**_hyperparameters(optimizer.param_groups[index]), "params": proxies}
+            for index, proxies in by_group.items()
+        ]
+        self._inner: torch.optim.Optimizer = kind(groups)
         # An optimizer without a step counter may treat its first step differently: SGD copies the
         # gradient, while 0.9 · 0 + -0.0 would not be -0.0.
         self._without_state = set() if scalars else set(range(len(self.params)))
@@ -147,6 +145,8 @@ class Bucket:
             proxy.grad = local_tensor(gradient)
             if self._scale is not None:
                 proxy.grad.mul_(self._scale)
+            for hook in self.before_update:
+                hook(param, gradient)
             if index in self._without_state:
                 first.add(index)
             else:
@@ -165,12 +165,12 @@ class Bucket:
     def load(self, index: int, saved: dict[str, Any]) -> None:
         """Copy the states of parameter ``index``; missing ones become zero, as before the first
         step."""
-        kept = {**self.scalars[index], **self.views(self.slab)[index]}
+        states = {**self.scalars[index], **self.views(self.slab)[index]}
         if any(isinstance(saved.get(name), Tensor) for name in self._tensors):
             self._without_state.discard(index)
         elif not self.scalars[index]:
             self._without_state.add(index)
-        for name, state in kept.items():
+        for name, state in states.items():
             value = saved.get(name)
             if value is None:
                 state.zero_()
@@ -202,21 +202,23 @@ def make_buckets(
     assert len(in_units) == len(set(in_units)) and set(in_units) == optimized, (
         "units must name every parameter once"
     )
-    kept = kept_states(optimizer)
+    examples = kept_states(optimizer)
     assert all(
-        example.ndim == 0 or example.numel() == 2 for example in kept.values()
+        example.ndim == 0 or example.numel() == 2 for example in examples.values()
     ), "not an element-wise optimizer"
-    state_bytes = dtype.itemsize * sum(example.ndim > 0 for example in kept.values())
+    state_bytes = dtype.itemsize * sum(
+        example.ndim > 0 for example in examples.values()
+    )
     buckets: list[Bucket] = []
     for unit, (_, params) in enumerate(units):
-        members: list[list[nn.Parameter]] = []
+        groups: list[list[nn.Parameter]] = []
         size = 0
         for param in params:
             added = local_tensor(param).numel() * state_bytes
-            if not members or size + added > bucket_bytes:
-                members.append([])
+            if not groups or size + added > bucket_bytes:
+                groups.append([])
                 size = 0
-            members[-1].append(param)
+            groups[-1].append(param)
             size += added
-        buckets += [Bucket(unit, each, optimizer, kept) for each in members]
+        buckets += [Bucket(unit, group, optimizer, examples) for group in groups]
     return buckets

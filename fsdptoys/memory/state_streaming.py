@@ -68,10 +68,8 @@ class Streaming(Executor):
         self._largest = max(
             (bucket.elements for bucket in buckets if bucket.on_host), default=0
         )
-        self._buffers, self._dtype = (
-            min(buffers, sum(bucket.on_host for bucket in buckets)),
-            dtype,
-        )
+        self._buffers = min(buffers, sum(bucket.on_host for bucket in buckets))
+        self._dtype = dtype
         self._free: deque[tuple[Tensor, Event]] = deque()
         self._work: Tensor | None = None
         self._generator = torch.Generator(transfers.device)
@@ -90,7 +88,17 @@ class Streaming(Executor):
         )
         self._updated.clear()
         if self._not_loaded and not self._free:
-            self._make_buffers()
+            buffers = [
+                self._transfers.device_tensor(self._largest, self._dtype)
+                for _ in range(self._buffers)
+            ]
+            # Earlier work on the compute stream may still use their memory.
+            free_from = self._transfers.mark()
+            self._free.extend((buffer, free_from) for buffer in buffers)
+            if self._dtype != torch.float32:
+                self._work = torch.empty(
+                    self._largest, dtype=torch.float32, device=self._transfers.device
+                )
         self._load_ahead()
 
     def finish(self, last_unit: int | None) -> None:
@@ -121,19 +129,6 @@ class Streaming(Executor):
         """Wait until all states are in host memory."""
         for bucket in self._numbers:
             self._transfers.wait_on_host(bucket.stored)
-
-    def _make_buffers(self) -> None:
-        made = [
-            self._transfers.device_tensor(self._largest, self._dtype)
-            for _ in range(self._buffers)
-        ]
-        # Earlier work on the compute stream may still use their memory.
-        free_from = self._transfers.mark()
-        self._free.extend((buffer, free_from) for buffer in made)
-        if self._dtype != torch.float32:
-            self._work = torch.empty(
-                self._largest, dtype=torch.float32, device=self._transfers.device
-            )
 
     def _load_ahead(self) -> None:
         while self._free and self._not_loaded:

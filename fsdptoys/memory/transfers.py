@@ -53,7 +53,8 @@ class StreamTransfers(Transfers):
     def __init__(self, device: Device) -> None:
         super().__init__(device)
         self._streams = device.streams
-        self._load_stream, self._store_stream = self._streams.new(), self._streams.new()
+        self._load_stream = self._streams.new()
+        self._store_stream = self._streams.new()
 
     def host_tensor(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Zeros in pinned memory."""
@@ -61,10 +62,10 @@ class StreamTransfers(Transfers):
 
     def device_tensor(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Memory of the compute stream that is not reused before copies on it are done."""
-        made = super().device_tensor(elements, dtype)
-        made.record_stream(self._load_stream)
-        made.record_stream(self._store_stream)
-        return made
+        tensor = super().device_tensor(elements, dtype)
+        tensor.record_stream(self._load_stream)
+        tensor.record_stream(self._store_stream)
+        return tensor
 
     def load(self, target: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
         """Copy on the load stream."""

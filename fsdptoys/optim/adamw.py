@@ -188,7 +188,8 @@ class BFloat16AdamW(FusedAdamW):
 
     def _update(self, params: list[nn.Parameter], group: dict[str, Any]) -> None:
         for param in params:
-            state, local = self.state[param], local_tensor(param)
+            state = self.state[param]
+            local = local_tensor(param)
             if not state:
                 state["step"] = torch.zeros(
                     (), device=local.device if group["fused"] else "cpu"
@@ -199,8 +200,8 @@ class BFloat16AdamW(FusedAdamW):
                         for name in MOMENTS
                     }
                 )
-            kept = [local_tensor(state[name]) for name in MOMENTS]
-            moments = [moment.float() for moment in kept]
+            stored = [local_tensor(state[name]) for name in MOMENTS]
+            moments = [moment.float() for moment in stored]
             grad = local_tensor(param.grad)  # type: ignore[arg-type]
             self._run(
                 group,
@@ -209,7 +210,7 @@ class BFloat16AdamW(FusedAdamW):
                 *([moment] for moment in moments),
                 [state["step"]],
             )
-            for moment, rounded in zip(moments, kept, strict=True):
+            for moment, rounded in zip(moments, stored, strict=True):
                 rounded.copy_(moment)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -117,10 +117,8 @@ class LossScaler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a ``state_dict``."""
-        self.scale, self._steps_without_overflow = (
-            state["scale"],
-            state["steps_without_overflow"],
-        )
+        self.scale = state["scale"]
+        self._steps_without_overflow = state["steps_without_overflow"]
 
 
 def nearest_power_of_two(value: float) -> float:

@@ -87,12 +87,16 @@ class LowBitAdamW(MatrixOptimizer):
         build_adamw: Callable[[Groups], torch.optim.Optimizer],
     ) -> None:
         super().__init__(groups, build_adamw)
-        self.format, self.betas, self.eps, self.compiles = format, betas, eps, compiles
+        self.format = format
+        self.betas = betas
+        self.eps = eps
+        self.compiles = compiles
         self._tables: dict[tuple[torch.device, bool], Tensor] = {}
 
     def make_matrix_states(self, param: nn.Parameter) -> dict[str, Any]:
         """Codes and scales, sharded like their parameter."""
-        block, columns = block_elements(self.format, param.shape), param.shape[-1]
+        block = block_elements(self.format, param.shape)
+        columns = param.shape[-1]
         assert block is not None and local_tensor(param).shape[-1] % block == 0, (
             "a shard ends within a block"
         )
@@ -116,11 +120,9 @@ class LowBitAdamW(MatrixOptimizer):
                 state["step"] += 1
                 block = block_elements(self.format, param.shape)
                 assert block is not None
-                flat, grad = (
-                    local_tensor(param).view(-1),
-                    local_tensor(param.grad).reshape(-1),
-                )
-                kept = {
+                flat = local_tensor(param).view(-1)
+                grad = local_tensor(param.grad).reshape(-1)
+                states = {
                     key: local_tensor(value).view(-1)
                     for key, value in state.items()
                     if key != "step"
@@ -128,7 +130,8 @@ class LowBitAdamW(MatrixOptimizer):
                 for start in range(0, flat.numel(), ELEMENTS_AT_A_TIME):
                     stop = min(start + ELEMENTS_AT_A_TIME, flat.numel())
                     moments = [
-                        self._moment(kept, name, start, stop, block) for name in MOMENTS
+                        self._moment(states, name, start, stop, block)
+                        for name in MOMENTS
                     ]
                     update(
                         flat[start:stop], grad[start:stop], state["step"], *moments, None,
@@ -136,12 +139,13 @@ class LowBitAdamW(MatrixOptimizer):
                     )  # fmt: skip
 
     def _moment(
-        self, kept: dict[str, Tensor], name: str, start: int, stop: int, block: int
+        self, states: dict[str, Tensor], name: str, start: int, stop: int, block: int
     ) -> Tensor:
         """A part of a moment, as torchao's tensor over the memory of its codes and scales."""
-        per_byte, signed = FORMATS[self.format].codes_a_byte, MOMENTS[name]
-        codes = kept[f"{name}_codes"][start // per_byte : stop // per_byte]
-        scales = kept[f"{name}_scales"][start // block : stop // block]
+        per_byte = FORMATS[self.format].codes_a_byte
+        signed = MOMENTS[name]
+        codes = states[f"{name}_codes"][start // per_byte : stop // per_byte]
+        scales = states[f"{name}_scales"][start // block : stop // block]
         kind = torchao_optim().states[self.format]
         if self.format == "float8":
             return kind(codes.view(torch.float8_e4m3fn), scales, dtype=torch.float32)
@@ -156,7 +160,7 @@ class LowBitAdamW(MatrixOptimizer):
         """PyTorch's, except that it would cast codes to float32."""
         groups = [group for group in state_dict["param_groups"] if group[MATRICES]]
         numbers = [number for group in groups for number in group["params"]]
-        kept = {
+        states = {
             number: state_dict["state"][number]
             for number in numbers
             if number in state_dict["state"]
@@ -164,7 +168,7 @@ class LowBitAdamW(MatrixOptimizer):
         others = {
             number: state
             for number, state in state_dict["state"].items()
-            if number not in kept
+            if number not in states
         }
         super().load_state_dict({**state_dict, "state": others})
         params = [
@@ -174,12 +178,12 @@ class LowBitAdamW(MatrixOptimizer):
             for param in group["params"]
         ]
         for number, param in zip(numbers, params, strict=True):
-            if number in kept:
+            if number in states:
                 self.state[param] = {
                     key: value
                     if key == "step"
                     else value.to(local_tensor(param).device)
-                    for key, value in kept[number].items()
+                    for key, value in states[number].items()
                 }
 
 
@@ -234,7 +238,7 @@ def _zeros(param: nn.Parameter, columns: int, dtype: torch.dtype) -> Tensor:
 
     shape = torch.Size((*param.shape[:-1], columns))
     stride = torch.empty(shape, device="meta").stride()
-    made = DTensor.from_local(
+    dtensor = DTensor.from_local(
         zeros,
         param.device_mesh,
         param.placements,
@@ -242,4 +246,4 @@ def _zeros(param: nn.Parameter, columns: int, dtype: torch.dtype) -> Tensor:
         shape=shape,
         stride=stride,
     )
-    return made.to(local.device)  # from_local moves it to the mesh's device
+    return dtensor.to(local.device)  # from_local moves it to the mesh's device

@@ -64,10 +64,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     state["step"] = torch.zeros(
                         (), device=local_tensor(param).device if on_device else "cpu"
                     )
-                    state["exp_avg"], state["exp_avg_sq"] = (
-                        torch.zeros_like(param),
-                        torch.zeros_like(param),
-                    )
+                    state["exp_avg"] = torch.zeros_like(param)
+                    state["exp_avg_sq"] = torch.zeros_like(param)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

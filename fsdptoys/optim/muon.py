@@ -182,7 +182,8 @@ class Muon(MatrixOptimizer):
 
     def __init__(self, groups: Groups, config: MuonConfig) -> None:
         super().__init__(groups, config.build_adamw)
-        self.config, self.dtype = config, config.ns_dtype.torch
+        self.config = config
+        self.dtype = config.ns_dtype.torch
 
     def make_matrix_states(self, param: nn.Parameter) -> dict[str, Any]:
         """A momentum of zeros."""
@@ -214,9 +215,10 @@ class Muon(MatrixOptimizer):
     def _step_together(self, dealt: list[Matrix], group: dict[str, Any]) -> None:
         """Update matrices that one group of ranks shares, in rounds."""
         while dealt:
-            ranks, in_full = dealt[0].ranks, dealt[0].dim is None
+            ranks = dealt[0].ranks
+            in_full = dealt[0].dim is None
             this_round, dealt = dealt[:ranks], dealt[ranks:]
-            assert all((each.dim is None) == in_full for each in this_round), (
+            assert all((matrix.dim is None) == in_full for matrix in this_round), (
                 "a strategy shards all matrices or none"
             )
             for matrix, update in (
@@ -241,22 +243,26 @@ class Muon(MatrixOptimizer):
     def _exchange(self, matrices: list[Matrix]) -> Iterator[tuple[Matrix, Tensor]]:
         """Each rank works on one matrix of a round, sharded over all; yields this rank's part of
         the results."""
-        group, rank = matrices[0].group, dist.get_rank(matrices[0].group)
+        group = matrices[0].group
+        rank = dist.get_rank(matrices[0].group)
         parts = [self._momentum_step(matrix) for matrix in matrices]
-        given = [part.numel() for part in parts] + [0] * (
+        sent_sizes = [part.numel() for part in parts] + [0] * (
             matrices[0].ranks - len(matrices)
         )
         mine = matrices[rank] if rank < len(matrices) else None
-        taken = mine.sizes() if mine is not None else [0] * len(given)
+        received_sizes = mine.sizes() if mine is not None else [0] * len(sent_sizes)
         sent = torch.cat([part.reshape(-1) for part in parts])
         del parts
-        received = torch.empty(sum(taken), dtype=self.dtype, device=sent.device)
-        dist.all_to_all_single(received, sent, taken, given, group=group)
+        received = torch.empty(
+            sum(received_sizes), dtype=self.dtype, device=sent.device
+        )
+        dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=group)
         if mine is not None:
             assert mine.dim is not None
             shape = (-1, mine.shape[1]) if mine.dim == 0 else (mine.shape[0], -1)
             whole = torch.cat(
-                [part.view(shape) for part in received.split(taken)], dim=mine.dim
+                [part.view(shape) for part in received.split(received_sizes)],
+                dim=mine.dim,
             )
             del received
             whole = orthogonalize(whole, self.config.ns_steps)
@@ -264,13 +270,14 @@ class Muon(MatrixOptimizer):
                 [part.reshape(-1) for part in whole.split(mine.lengths(), dim=mine.dim)]
             )
             del whole
-        dist.all_to_all_single(sent, received, given, taken, group=group)
-        for matrix, piece in zip(matrices, sent.split(given), strict=False):
+        dist.all_to_all_single(sent, received, sent_sizes, received_sizes, group=group)
+        for matrix, piece in zip(matrices, sent.split(sent_sizes), strict=False):
             yield matrix, piece.view(matrix.param.shape)
 
     def _broadcast(self, matrices: list[Matrix]) -> Iterator[tuple[Matrix, Tensor]]:
         """Each rank works on one matrix of a round, replicated on all; yields the results."""
-        group, rank = matrices[0].group, dist.get_rank(matrices[0].group)
+        group = matrices[0].group
+        rank = dist.get_rank(matrices[0].group)
         mine = None
         if rank < len(matrices):
             mine = orthogonalize(
@@ -287,20 +294,21 @@ class Muon(MatrixOptimizer):
 
 
 def split_matrices(param: nn.Parameter, buffer: Tensor) -> list[Matrix]:
-    """This rank's part of a parameter's matrices, of which a stack has several; ``buffer`` is this
-    rank's momentum.
+    """Return this rank's part of a parameter's matrices; a stack has several.
 
-    The parameter has a gradient and two or three dims, and is plain or a DTensor sharded along one
-    of them.
+    ``buffer`` is this rank's momentum. The parameter has a gradient and two or three dims, and is
+    plain or a DTensor sharded along one of them.
     """
     dim, group = _layout(param)
-    local, grad = local_tensor(param.detach()), local_tensor(param.grad)  # type: ignore[arg-type]
+    local = local_tensor(param.detach())
+    grad = local_tensor(param.grad)  # type: ignore[arg-type]
     rows, columns = param.shape[-2:]
     if param.ndim == 2:
         return [Matrix((rows, columns), local, grad, buffer, dim, group)]
     if dim == 0:
         # Each rank has matrices of its own.
-        dim, group = None, None
+        dim = None
+        group = None
     inner = None if dim is None else dim - 1
     return [
         Matrix((rows, columns), *views, inner, group)

@@ -46,8 +46,8 @@ def split_vectors(
         ]
         whole = param.numel() // VECTOR_ELEMENTS * VECTOR_ELEMENTS
         if whole < param.numel() or whole == 0:
-            views = [each[whole:] for each in flat]
-            copies = [each.new_zeros(VECTOR_ELEMENTS) for each in views]
+            views = [tensor[whole:] for tensor in flat]
+            copies = [tensor.new_zeros(VECTOR_ELEMENTS) for tensor in views]
             for copy, view in zip(copies, views, strict=True):
                 copy[: view.numel()] = view
             # All but the gradient change.
@@ -56,5 +56,5 @@ def split_vectors(
             remainders += zip(views, outputs, strict=True)
             parts.append([*copies, step.clone() if whole else step])
         if whole:
-            parts.append([*(each[:whole] for each in flat), step])
+            parts.append([*(tensor[:whole] for tensor in flat), step])
     return [list(column) for column in zip(*parts, strict=True)], remainders

@@ -71,9 +71,9 @@ def test_checkpointing_keeps_gradients_and_routing_of_every_family(
             forward(model, seed).backward()
             counts += [router.counts_E.tolist() for router in routers(model)]
         results.append((gradients(model), counts))
-    (expected, expected_counts), (got, got_counts) = results
-    assert_equal(got, expected)
-    assert got_counts == expected_counts
+    (expected, expected_counts), (result, counts) = results
+    assert_equal(result, expected)
+    assert counts == expected_counts
 
 
 def test_first_selective_step_saves_nothing_of_the_matmul_probe(
@@ -102,11 +102,12 @@ def operators_of(
     """Operators of forward and of backward, and bytes saved for the backward."""
     model = build(SMALL[family])
     checkpoint_blocks(model.layers, mode, save=save)
-    with Operators() as seen:
+    with Operators() as operators:
         loss = forward(model)
-        in_forward, waiting = Counter(seen.calls), seen.alive_bytes()
+        in_forward = Counter(operators.calls)
+        waiting = operators.alive_bytes()
         loss.backward()
-    return in_forward, seen.calls - in_forward, waiting
+    return in_forward, operators.calls - in_forward, waiting
 
 
 @pytest.mark.parametrize(
@@ -194,6 +195,6 @@ def test_recomputed_random_operators_draw_the_same_numbers(
         results.append(
             ([block.linear.weight.grad for block in blocks], torch.get_rng_state())
         )
-    (expected, expected_state), (got, got_state) = results
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    (expected, expected_state), (result, got_state) = results
+    assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
     assert torch.equal(got_state, expected_state)

@@ -46,7 +46,7 @@ class LateCopies(Copies):
         self.events: list[str] = []
         self.buffers: set[int] = set()
         self._pending: list[Callable[[], Any]] = []
-        self._done = 0
+        self._finished = 0
 
     def empty_host(self, nbytes: int) -> Tensor:  # noqa: D102
         buffer = torch.full((nbytes,), 255, dtype=torch.uint8)
@@ -59,22 +59,23 @@ class LateCopies(Copies):
         if returns:
             target.fill_(float("nan"))
         self._pending.append(lambda: target.data.copy_(source))
-        return self._done + len(self._pending)
+        return self._finished + len(self._pending)
 
     def wait(self, mark: int) -> None:  # noqa: D102
-        while self._done < mark:
+        while self._finished < mark:
             self._pending.pop(0)()
-            self._done += 1
+            self._finished += 1
 
     def abandon(self, tensor: Tensor) -> None:  # noqa: D102
         self.events.append("abandoned")
-        self.wait(self._done + len(self._pending))
+        self.wait(self._finished + len(self._pending))
 
 
 def offloaded(
     mode: GradientCheckpointing = FULL, **which: int
 ) -> tuple[DecoderModel, LateCopies]:
-    model, copies = build(DEEP), LateCopies()
+    model = build(DEEP)
+    copies = LateCopies()
     checkpoint_blocks(
         model.layers,
         mode,
@@ -171,13 +172,14 @@ def test_host_buffers_are_allocated_once_and_reused(
     """Oracle: allocations counted, with a shorter batch and an evaluation in between."""
     model, copies = offloaded(mode)
     forward(model).backward()
-    made, copied = len(copies.buffers), copies.events.count("away")
-    assert made == copied > 0
+    count = len(copies.buffers)
+    copied = copies.events.count("away")
+    assert count == copied > 0
     for seed in (2, 3):
         forward(model, seed).backward()
         with torch.no_grad():
             forward(model)
-    assert len(copies.buffers) == made
+    assert len(copies.buffers) == count
     assert copies.events.count("away") == 3 * copied
     # Calls of blocks are linked from the last to the first of one forward, and no further.
     gc.collect()
@@ -219,7 +221,7 @@ def test_step_after_a_failure_is_correct_and_reuses_buffers(fails_in: str) -> No
     """Oracle: the same model without checkpointing, bitwise."""
     model, copies = offloaded(SELECTIVE)
     forward(model).backward()
-    made = len(copies.buffers)
+    count = len(copies.buffers)
     model.zero_grad()
 
     def fail(*_: Any) -> None:
@@ -238,7 +240,7 @@ def test_step_after_a_failure_is_correct_and_reuses_buffers(fails_in: str) -> No
     gc.collect()
     forward(model).backward()
     assert_equal(gradients(model), expected(1))
-    assert len(copies.buffers) == made
+    assert len(copies.buffers) == count
     if fails_in == "backward":
         assert "abandoned" in copies.events
 
@@ -260,7 +262,8 @@ def test_parameters_and_inputs_without_gradient_stay_on_the_device(
     is_compiled: bool,
 ) -> None:
     """Oracle: one copy a block, of the output of the previous block."""
-    blocks, copies = [Masked() for _ in range(4)], LateCopies()
+    blocks = [Masked() for _ in range(4)]
+    copies = LateCopies()
     checkpoint_blocks(
         blocks,
         FULL,
@@ -268,7 +271,8 @@ def test_parameters_and_inputs_without_gradient_stay_on_the_device(
     )
     if is_compiled:
         compile_blocks(blocks, backend="aot_eager")
-    hidden_BD, mask_BD = torch.randn(4, 8, requires_grad=True) * 1.0, torch.ones(4, 8)
+    hidden_BD = torch.randn(4, 8, requires_grad=True) * 1.0
+    mask_BD = torch.ones(4, 8)
     for block in blocks:
         hidden_BD = block(hidden_BD, mask_BD)
     hidden_BD.sum().backward()
@@ -278,7 +282,8 @@ def test_parameters_and_inputs_without_gradient_stay_on_the_device(
 def test_small_tensors_stay_on_the_device() -> None:
     """Oracle: of a block's saved tensors, the results of its gate and up projections are as large
     as the limit."""
-    model, copies = build(DEEP), LateCopies()
+    model = build(DEEP)
+    copies = LateCopies()
     host = ActivationOffload(
         torch.device("cpu"), min_bytes=2 * 24 * 48 * 4, copies=copies
     )

@@ -1,6 +1,5 @@
 """Optimizer steps in the backward against the ordinary ones, and the gradients that they free."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +12,6 @@ from fsdptoys.config.schema import Config
 from fsdptoys.memory import (
     GradientCheckpointing,
     MemoryConfig,
-    OptimizerInBackward,
-    OptimizerStepper,
 )
 from fsdptoys.optim import (
     AdamWConfig,
@@ -138,7 +135,7 @@ def test_gradients_of_several_simulated_ranks_are_refused() -> None:
 class Gradients:
     """Observes the gradients of a trainer before each update.
 
-    Storages are counted rather than the allocator's bytes, whose peak depends on when gloo's
+    Storages are counted rather than the allocator's bytes: their peak depends on when gloo's
     threads let go of the buffers of a collective.
     """
 
@@ -174,30 +171,13 @@ class Gradients:
             self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
 
-def before(
-    function: Callable[..., Any], look: Callable[[], None]
-) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        look()
-        return function(*args)
-
-    return call
-
-
 def count_gradients(config: Config, most_bytes: float) -> tuple[int, int]:
     """Return the largest number of gradients before an update, and the number of parameters."""
-    with pytest.MonkeyPatch.context() as patch:
-        for kind, name in (
-            (OptimizerInBackward, "_update"),
-            (OptimizerStepper, "step"),
-        ):
-            patch.setattr(
-                kind, name, before(getattr(kind, name), lambda: gradients.look())
-            )
-        trainer = Trainer(config)
-        gradients = Gradients(trainer, most_bytes)
-        for step in range(1, 4):
-            trainer.train_step(step)
+    trainer = Trainer(config)
+    gradients = Gradients(trainer, most_bytes)
+    trainer.stepper.before_update(lambda *_: gradients.look())
+    for step in range(1, 4):
+        trainer.train_step(step)
     return gradients.most_params, len(gradients.params)
 
 

@@ -42,7 +42,9 @@ from tests.harness.ranks import run_ranks
 from tests.harness.run_tables import Pair, Pairs, levels, trained_rows
 from tests.harness.tiny import TINY, WRAPS, make_config, supported, tiny_model
 
-SERIAL, PIPELINED, LAZY = "serial", "pipelined", "lazy"
+SERIAL = "serial"
+PIPELINED = "pipelined"
+LAZY = "lazy"
 CHECKPOINTED = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full)
 BFLOAT16 = {"offload_state_dtype": OffloadStateDType.bfloat16}
 
@@ -222,8 +224,8 @@ def test_every_schedule_and_setting_matches_no_offload_bitwise(
 ) -> None:
     """Oracle: the plain optimizer under the same strategy and model; for overlapped CPU offload,
     CPUOffloadPolicy."""
-    found, plain = trained[row]
-    assert found == plain
+    outcome, plain = trained[row]
+    assert outcome == plain
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -247,18 +249,18 @@ def test_auto_schedule_holds_no_gradients_between_steps() -> None:
 
 def gathered_events(config: Config) -> tuple[int, list[int], bool]:
     """Number of units, and which of them waited for an event in the forward after a lazy step."""
-    made = build_trainer(config, LAZY)
-    assert isinstance(made.strategy, FSDP2)
-    modules = [module for module, _ in made.strategy.units()]
+    run = trainer(config, LAZY)
+    assert isinstance(run.strategy, FSDP2)
+    modules = [module for module, _ in run.strategy.units()]
     waited: list[int] = []
-    take_steps(made, 1, 1)
-    assert isinstance(made.optimizer, BucketedOptimizer)
-    made.optimizer._gather_after = lambda module, event: waited.append(
+    take_steps(run, 1, 1)
+    assert isinstance(run.optimizer, BucketedOptimizer)
+    run.optimizer._gather_after = lambda module, event: waited.append(
         modules.index(module)
     )
-    made.optimizer.executor._transfers.mark = object  # type: ignore[attr-defined]
-    take_steps(made, 2, 2)
-    take_steps(made, 3, 3)
+    run.optimizer.executor._transfers.mark = object  # type: ignore[attr-defined]
+    take_steps(run, 2, 2)
+    take_steps(run, 3, 3)
     return (
         len(modules),
         waited,
@@ -281,10 +283,10 @@ def test_every_gather_of_fsdp2_waits_for_the_optimizer_step_of_its_parameters(
 
 def parameters_that_travel(config: Config) -> list[tuple[bool, torch.dtype]]:
     """Whether FSDP2 uploads the mirror of each parameter, and its dtype."""
-    made = build_trainer(config, OVERLAPPED)
-    assert isinstance(made.optimizer, BucketedOptimizer)
-    take_steps(made, 1, 2)
-    mirror: Mirror = made.optimizer.executor._on_updated.__self__  # type: ignore[attr-defined]
+    run = trainer(config, OVERLAPPED)
+    assert isinstance(run.optimizer, BucketedOptimizer)
+    take_steps(run, 1, 2)
+    mirror: Mirror = run.optimizer.executor._on_updated.__self__  # type: ignore[attr-defined]
     entries = [entry for unit in mirror._entries for entry in unit]
     return [
         (entry.fsdp_param._sharded_param_data is entry.mirror, entry.mirror.dtype)
@@ -294,8 +296,8 @@ def parameters_that_travel(config: Config) -> list[tuple[bool, torch.dtype]]:
 
 def test_parameters_travel_in_the_dtype_of_the_forward() -> None:
     """Oracle: the tensors that FSDP2 uploads; their bits are compared above."""
-    found = run_ranks(2, parameters_that_travel, cpu_config())[0]
-    assert found and set(found) == {(True, torch.bfloat16)}
+    uploads = run_ranks(2, parameters_that_travel, cpu_config())[0]
+    assert uploads and set(uploads) == {(True, torch.bfloat16)}
 
 
 def test_unknown_fsdp2_internals_fall_back_to_float32_with_a_warning() -> None:
@@ -344,13 +346,13 @@ def test_workers_divide_the_threads_without_affecting_other_threads() -> None:
     before = torch.get_num_threads()
     for threads, expected in ((1, [1]), (6, [3, 3]), (7, [3, 3])):
         workers = Workers(threads)
-        seen = list(
+        counts = list(
             workers.map(
                 lambda _: torch.tensor(torch.get_num_threads()),
                 [torch.ones(())] * len(expected),
             )
         )
-        assert [int(number) for number in seen] == expected
+        assert [int(number) for number in counts] == expected
         assert torch.get_num_threads() == before
     with cpu_threads(before + 1):
         assert torch.get_num_threads() == before + 1

@@ -11,65 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from fsdptoys.device import Device
-from fsdptoys.memory import MemoryConfig, optimizer_offload
 from fsdptoys.memory.bucketed_optimizer import BucketedOptimizer
-from fsdptoys.memory.config import OffloadSchedule, OffloadStateDType
-from fsdptoys.memory.optimizer_offload import offload_optimizer
+from fsdptoys.memory.config import OffloadStateDType
 from fsdptoys.memory.state_streaming import round_stochastically
 from fsdptoys.memory.transfers import StreamTransfers, Transfers
 from tests.harness.blocks import RecordedStreams
-
-SERIAL, PIPELINED, LAZY = "serial", "pipelined", "lazy"
-
-
-class Stack(nn.Module):
-    """Layers called in order by a forward."""
-
-    def __init__(self, layers: int = 6) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """A chain of residual layers."""
-        for layer in self.layers:
-            hidden = layer(hidden).relu() + hidden
-        return hidden
-
-
-def offload_stack(
-    model: Stack,
-    how: str,
-    transfers: Transfers | None = None,
-    plain: torch.optim.Optimizer | None = None,
-    **memory: Any,
-) -> BucketedOptimizer:
-    """AdamW, or another optimizer, over a stack, with a bucket a layer."""
-    return offload_optimizer(
-        plain or torch.optim.AdamW(model.parameters(), lr=1e-2),
-        [(layer, list(layer.parameters())) for layer in model.layers],
-        MemoryConfig(optimizer_offload=True, **memory),
-        device=Device("cpu"),
-        model=model,
-        schedule=OffloadSchedule(how),
-        seed=0,
-        rank=0,
-        transfers=transfers,
-    )
-
-
-def train_stack(
-    model: Stack, optimizer: torch.optim.Optimizer, steps: int
-) -> list[Tensor]:
-    """Train on random numbers; return all parameters."""
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        model(torch.randn(4, 8, generator=generator)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if isinstance(optimizer, BucketedOptimizer):
-        optimizer.flush()
-    return [param.detach().clone() for param in model.parameters()]
+from tests.memory.stacks import (
+    LAZY,
+    PIPELINED,
+    SERIAL,
+    Stack,
+    offload_stack,
+    train_stack,
+)
 
 
 @dataclass(eq=False)
@@ -158,17 +112,18 @@ def test_events_order_asynchronous_copies_correctly(
     """Oracle: immediate copies; these run as early or as late as the events allow, over 3
     buffers."""
     memory = {"offload_state_dtype": dtype}
-    plain, perverse = Stack(layers), Stack(layers)
+    plain = Stack(layers)
+    perverse = Stack(layers)
     expected = train_stack(plain, optimizer := offload_stack(plain, how, **memory), 5)
-    got = train_stack(
+    outputs = train_stack(
         perverse, other := offload_stack(perverse, how, Recorded(eager), **memory), 5
     )
-    assert all(map(torch.equal, got, expected))
+    assert all(map(torch.equal, outputs, expected))
     for state, same in zip(other.state.values(), optimizer.state.values(), strict=True):
         assert all(torch.equal(state[name], same[name]) for name in same)
 
 
-def words(text: str) -> list[str]:
+def spell_out(text: str) -> list[str]:
     names = {"L": "load", "U": "update", "S": "store", "F": "forward"}
     return [f"{names[word[0]]} {word[1:]}" for word in text.split()]
 
@@ -198,7 +153,8 @@ def test_schedules_issue_loads_updates_and_stores_in_order(
     how: str, in_step: str, in_forward: str
 ) -> None:
     """Oracle: the order written out, for six units of one bucket each."""
-    transfers, model = Recorded({"load", "store"}), Stack()
+    transfers = Recorded({"load", "store"})
+    model = Stack()
     optimizer = offload_stack(model, how, transfers)
     transfers.watch(optimizer)
     for number, layer in enumerate(model.layers):
@@ -208,12 +164,12 @@ def test_schedules_issue_loads_updates_and_stores_in_order(
     model(torch.ones(1, 8)).sum().backward()
     transfers.log.clear()
     optimizer.step()
-    assert transfers.log == words(in_step)
+    assert transfers.log == spell_out(in_step)
     transfers.log.clear()
     model(torch.ones(1, 8))
-    assert transfers.log == words(in_forward)
+    assert transfers.log == spell_out(in_forward)
     model(torch.ones(1, 8))
-    assert transfers.log == words(in_forward) + words("F0 F1 F2 F3 F4 F5")
+    assert transfers.log == spell_out(in_forward) + spell_out("F0 F1 F2 F3 F4 F5")
 
 
 def copies(module: nn.Module) -> list[Tensor]:
@@ -266,72 +222,6 @@ def test_lazy_steps_are_independent_of_changes_before_the_next_forward() -> None
     assert all(map(torch.equal, *outcomes))
 
 
-def test_parameters_without_a_gradient_are_unchanged() -> None:
-    """Oracle: the plain optimizer, whose state for them stays empty; ours stays zero."""
-    for how in (PIPELINED, LAZY):
-        models = Stack(), Stack()
-        plain = torch.optim.AdamW(models[0].parameters(), lr=1e-2)
-        optimizers = (plain, offload_stack(models[1], how))
-        for model, optimizer in zip(models, optimizers, strict=True):
-            for _ in range(2):
-                model.layers[1](model.layers[0](torch.ones(1, 8))).sum().backward()
-                model.layers[0].bias.grad = None
-                optimizer.step()
-                optimizer.zero_grad()
-        optimizers[1].state_dict()  # flushes
-        for param in [models[1].layers[0].bias, *models[1].layers[2:].parameters()]:
-            assert not any(value.any() for value in optimizers[1].state[param].values())
-        assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
-
-
-def test_first_step_of_sgd_keeps_the_sign_of_zero() -> None:
-    """Oracle: the plain optimizer, which copies the first gradient rather than adding it to
-    nothing."""
-    signs = []
-    for offloads in (False, True):
-        model = Stack(1)
-        plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        optimizer = offload_stack(model, PIPELINED, plain=plain) if offloads else plain
-        for _ in range(2):
-            for param in model.parameters():
-                param.grad = torch.full_like(param, -0.0)
-            optimizer.step()
-            buffers = [state["momentum_buffer"] for state in optimizer.state.values()]
-            signs += [bool(buffer.signbit().all()) for buffer in buffers]
-    assert signs == [True] * 8
-
-
-@pytest.mark.parametrize("fraction", [0.1, 0.3, 0.5, 1.0])
-def test_offload_fraction_moves_the_last_buckets_to_the_host(fraction: float) -> None:
-    """Oracle: six equal buckets; the last ceil(6 · fraction) of them are moved."""
-    optimizer = offload_stack(Stack(), PIPELINED, offload_fraction=fraction)
-    moved = -(-6 * fraction // 1)
-    on_host = [bucket.on_host for bucket in optimizer.buckets]
-    assert on_host == [number >= 6 - moved for number in range(6)]
-
-
-def test_bucket_exceeds_the_requested_size_only_for_one_large_parameter(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Oracle: a layer's weight has 512 bytes of states, its bias 512 with padding counted, 64
-    without."""
-    for mib, expected in ((600, 6), (512, 12), (100, 12)):
-        monkeypatch.setattr(optimizer_offload, "MIB", mib)
-        optimizer = offload_stack(Stack(), PIPELINED, offload_bucket_mib=1)
-        assert [param for bucket in optimizer.buckets for param in bucket.params] == [
-            param for group in optimizer.param_groups for param in group["params"]
-        ]
-        assert len(optimizer.buckets) == expected
-
-
-def test_state_dict_of_other_groups_is_refused() -> None:
-    """Oracle: torch raises ValueError as well."""
-    optimizer = offload_stack(Stack(), PIPELINED)
-    other = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
-    with pytest.raises(ValueError, match="other parameter groups"):
-        optimizer.load_state_dict(other.state_dict())
-
-
 def test_streams_are_created_once_and_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -346,15 +236,16 @@ def test_streams_are_created_once_and_wait_for_each_other(
             # Nothing can be pinned without an accelerator.
             return torch.zeros(elements, dtype=dtype)
 
-    model, plain = Stack(1), Stack(1)
+    model = Stack(1)
+    plain = Stack(1)
     optimizer = offload_stack(model, SERIAL, Unpinned(Device("cpu")))
-    got = train_stack(model, optimizer, 2)
+    outputs = train_stack(model, optimizer, 2)
     assert streams.count == 3
     load_update_store = ["copied on 1", "0 waits for 1", "2 waits for 0", "copied on 2"]
     first = ["1 waits for 0", *load_update_store]
     assert streams.log == [*first, "1 waits for 2", *first, "host waits for 2"]
     assert all(
-        map(torch.equal, got, train_stack(plain, offload_stack(plain, SERIAL), 2))
+        map(torch.equal, outputs, train_stack(plain, offload_stack(plain, SERIAL), 2))
     )
 
 
@@ -387,12 +278,12 @@ def test_failed_step_is_not_treated_as_done(
 @pytest.mark.parametrize("how", [SERIAL, PIPELINED, LAZY])
 def test_buffers_are_freed_with_the_step_unless_steps_are_deferred(how: str) -> None:
     """Oracle: whether the device's buffers are still alive."""
-    made: list[weakref.ref[Tensor]] = []
+    buffers: list[weakref.ref[Tensor]] = []
 
     class Watched(Transfers):
         def device_tensor(self, elements: int, dtype: torch.dtype) -> Tensor:
             tensor = super().device_tensor(elements, dtype)
-            made.append(weakref.ref(tensor))
+            buffers.append(weakref.ref(tensor))
             return tensor
 
     model = Stack()
@@ -401,8 +292,8 @@ def test_buffers_are_freed_with_the_step_unless_steps_are_deferred(how: str) -> 
         model(torch.ones(4, 8)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert len(made) == {SERIAL: 2, PIPELINED: 6, LAZY: 3}[how]
-    assert {reference() is not None for reference in made} == {how == LAZY}
+    assert len(buffers) == {SERIAL: 2, PIPELINED: 6, LAZY: 3}[how]
+    assert {reference() is not None for reference in buffers} == {how == LAZY}
 
 
 def test_stochastic_rounding_is_unbiased_and_keeps_values_exact_in_bfloat16() -> None:

@@ -50,12 +50,12 @@ def test_schedule_drives_the_optimizer(name: str) -> None:
         config, [("weight", nn.Parameter(torch.ones(2, 2)))], {"weight"}
     )
     schedule = build_schedule(config, optimizer, len(ratios))
-    seen = []
+    rates = []
     for _ in ratios:
-        seen.append(optimizer.param_groups[0]["lr"])
+        rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    assert seen == pytest.approx(
+    assert rates == pytest.approx(
         [config.lr * ratio for ratio in ratios], rel=1e-12, abs=1e-15
     )
 

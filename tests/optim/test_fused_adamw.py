@@ -32,7 +32,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdptoys.optim.fused_adamw.pads", lambda device: False)
 
 
-def made(
+def build_params(
     kind: type[torch.optim.AdamW], **options: Any
 ) -> tuple[list[nn.Parameter], Any]:
     torch.manual_seed(0)
@@ -52,7 +52,7 @@ def tensors_of(
     states = [
         state for param in params for _, state in sorted(optimizer.state[param].items())
     ]
-    return [each.detach().clone() for each in (*params, *states)]
+    return [tensor.detach().clone() for tensor in (*params, *states)]
 
 
 class Norms:
@@ -77,19 +77,22 @@ class Norms:
 @pytest.mark.usefixtures("on_device")
 def test_steps_equal_pytorchs_bitwise() -> None:
     """Oracle: torch.optim.AdamW(fused=True): parameters and states; a state dict goes both ways."""
-    ours, optimizer = made(FusedAdamW)
-    theirs, oracle = made(torch.optim.AdamW)
+    params, optimizer = build_params(FusedAdamW)
+    oracle_params, oracle = build_params(torch.optim.AdamW)
     for step in range(4):
-        draw_gradients(ours, step)
-        draw_gradients(theirs, step)
+        draw_gradients(params, step)
+        draw_gradients(oracle_params, step)
         optimizer.step()
         oracle.step()
-        for found, expected in zip(
-            tensors_of(ours, optimizer), tensors_of(theirs, oracle), strict=True
+        for tensor, expected in zip(
+            tensors_of(params, optimizer),
+            tensors_of(oracle_params, oracle),
+            strict=True,
         ):
-            assert torch.equal(found, expected)
+            assert torch.equal(tensor, expected)
         if step == 1:
-            state, other = optimizer.state_dict(), oracle.state_dict()
+            state = optimizer.state_dict()
+            other = oracle.state_dict()
             optimizer.load_state_dict(other)
             oracle.load_state_dict(state)
 
@@ -101,9 +104,10 @@ def test_a_skipped_step_changes_no_bit(
     kind: type[FusedAdamW], when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracles: parameters, moments and step counts before the step of NaN; the run without it."""
-    params, optimizer = made(kind)
-    oracle_params, oracle = made(kind)
-    updates, skip = OptimizerStepper(optimizer), torch.tensor(1.0)
+    params, optimizer = build_params(kind)
+    oracle_params, oracle = build_params(kind)
+    updates = OptimizerStepper(optimizer)
+    skip = torch.tensor(1.0)
     monkeypatch.setattr(Tensor, "item", lambda self: pytest.fail("read on the host"))
     for step in range(4):
         if step == (0 if when == "first" else 2):
@@ -113,14 +117,15 @@ def test_a_skipped_step_changes_no_bit(
             updates.step(skip)
             after = tensors_of(params, optimizer)
             if when == "first":  # the step makes states
-                before += [torch.zeros_like(each) for each in after[len(before) :]]
+                before += [torch.zeros_like(tensor) for tensor in after[len(before) :]]
             assert all(torch.equal(*pair) for pair in zip(after, before, strict=True))
-        for each in (params, oracle_params):
-            draw_gradients(each, step)
+        for drawn in (params, oracle_params):
+            draw_gradients(drawn, step)
         updates.step(torch.tensor(0.0))
         oracle.step()
-    found, expected = tensors_of(params, optimizer), tensors_of(oracle_params, oracle)
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    tensors = tensors_of(params, optimizer)
+    expected = tensors_of(oracle_params, oracle)
+    assert all(torch.equal(*pair) for pair in zip(tensors, expected, strict=True))
     assert optimizer.found_inf is None
 
 
@@ -129,8 +134,8 @@ def test_a_skipped_step_changes_no_bit(
 def test_a_clipped_step_equals_scaling_then_stepping(max_norm: float) -> None:
     """Oracle: gradients multiplied by the factor, then the same kernel: gradients to 2**-22,
     bitwise where 1."""
-    params, optimizer = made(FusedAdamW)
-    oracle_params, oracle = made(FusedAdamW)
+    params, optimizer = build_params(FusedAdamW)
+    oracle_params, oracle = build_params(FusedAdamW)
     updates = OptimizerStepper(optimizer)
     for step in range(3):
         draw_gradients(params, step)
@@ -147,15 +152,15 @@ def test_a_clipped_step_equals_scaling_then_stepping(max_norm: float) -> None:
             if max_norm > 1e6
             else {"rtol": 2**-22, "atol": 0.0}
         )
-        for mine, theirs in zip(params, oracle_params, strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, **close)
+        for param, oracle_param in zip(params, oracle_params, strict=True):
+            torch.testing.assert_close(param.grad, oracle_param.grad, **close)
     close = (
         {"rtol": 0.0, "atol": 0.0} if max_norm > 1e6 else {"rtol": 1e-6, "atol": 1e-7}
     )
-    for found, expected in zip(
+    for tensor, expected in zip(
         tensors_of(params, optimizer), tensors_of(oracle_params, oracle), strict=True
     ):
-        torch.testing.assert_close(found, expected, **close)
+        torch.testing.assert_close(tensor, expected, **close)
     assert optimizer.grad_scale is None
 
 
@@ -186,19 +191,23 @@ def test_auto_is_fused_where_it_is_faster(device: str, deterministic: bool) -> N
     assert chosen(AdamWConfig(), on_host=True) is offloaded
 
 
-@pytest.mark.parametrize("kept", [OptimStateDType.float32, OptimStateDType.bfloat16])
+@pytest.mark.parametrize(
+    "state_dtype", [OptimStateDType.float32, OptimStateDType.bfloat16]
+)
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 @pytest.mark.parametrize(
     "implementation", [Implementation.fused, Implementation.foreach]
 )
 def test_fused_steps_of_accelerators_skip_on_the_device(
-    implementation: Implementation, device: str, kept: OptimStateDType
+    implementation: Implementation, device: str, state_dtype: OptimStateDType
 ) -> None:
     """Oracle: the rule by hand; the meta device stands for an accelerator."""
     groups = [{"params": [nn.Parameter(torch.empty(3, device=device))]}]
-    found = AdamWConfig(implementation=implementation, state_dtype=kept).build(groups)
+    optimizer = AdamWConfig(
+        implementation=implementation, state_dtype=state_dtype
+    ).build(groups)
     skips = device == "meta" and implementation is Implementation.fused
-    assert OptimizerStepper(found).skips_on_device is skips
+    assert OptimizerStepper(optimizer).skips_on_device is skips
 
 
 ELEMENTS = 20_003

@@ -102,5 +102,5 @@ def test_optimizers_match_a_single_process_bitwise_under_every_layout(
 ) -> None:
     """Oracle: one process that runs the same micro-batches in turn; deterministic mode, on real
     gloo ranks."""
-    found, expected = trained[row]
-    assert found == expected
+    outcome, expected = trained[row]
+    assert outcome == expected

@@ -50,15 +50,17 @@ def take_steps(
                 state |= {name: state[name].bfloat16().float() for name in MOMENTS}
 
 
-def ours(
-    kept: OptimStateDType,
+def train(
+    state_dtype: OptimStateDType,
     implementation: Implementation,
     names: Iterable[str] = SHAPES,
     rounds: bool = False,
 ) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
     """Parameters and optimizer after a few steps."""
     params = make_params(names)
-    config = AdamWConfig(lr=1e-2, state_dtype=kept, implementation=implementation)
+    config = AdamWConfig(
+        lr=1e-2, state_dtype=state_dtype, implementation=implementation
+    )
     optimizer = build_optimizer(
         config, params.items(), {name for name in params if name != "layers.3"}
     )
@@ -67,46 +69,48 @@ def ours(
 
 
 @needs_torchao
-@pytest.mark.parametrize("kept", LOW_BITS, ids=lambda each: each.value)
+@pytest.mark.parametrize("state_dtype", LOW_BITS, ids=lambda option: option.value)
 def test_matrices_match_torchao_and_other_parameters_match_pytorch(
-    kept: OptimStateDType,
+    state_dtype: OptimStateDType,
 ) -> None:
     """Oracle: torchao's optimizers, uncompiled, with the same blocks, and torch.optim.AdamW:
     bitwise."""
     from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 
-    mine, optimizer = ours(kept, Implementation.for_loop)
+    mine, optimizer = train(state_dtype, Implementation.for_loop)
     kind = {
         OptimStateDType.int8: AdamW8bit,
         OptimStateDType.float8: AdamWFp8,
         OptimStateDType.int4: AdamW4bit,
-    }[kept]
-    largest = 128 if kept is OptimStateDType.int4 else 256
-    theirs = make_params()
+    }[state_dtype]
+    largest = 128 if state_dtype is OptimStateDType.int4 else 256
+    oracle_params = make_params()
     options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
     optimizers = {
         "layers.0": kind(
-            [theirs["layers.0"]], weight_decay=0.1, block_size=largest, **options
+            [oracle_params["layers.0"]], weight_decay=0.1, block_size=largest, **options
         ),
         "layers.1": kind(
-            [theirs["layers.1"]], weight_decay=0.1, block_size=32, **options
+            [oracle_params["layers.1"]], weight_decay=0.1, block_size=32, **options
         ),
         "layers.2": torch.optim.AdamW(
-            [theirs["layers.2"]], weight_decay=0.1, foreach=False, **options
+            [oracle_params["layers.2"]], weight_decay=0.1, foreach=False, **options
         ),
         "layers.3": torch.optim.AdamW(
-            [theirs["layers.3"]], weight_decay=0.0, foreach=False, **options
+            [oracle_params["layers.3"]], weight_decay=0.0, foreach=False, **options
         ),
     }
     with torch.compiler.set_stance("force_eager"):
-        take_steps(list(optimizers.values()), theirs)
+        take_steps(list(optimizers.values()), oracle_params)
     for name, param in mine.items():
-        assert torch.equal(param, theirs[name]), name
-        state, expected = optimizer.state[param], optimizers[name].state[theirs[name]]
+        assert torch.equal(param, oracle_params[name]), name
+        state = optimizer.state[param]
+        expected = optimizers[name].state[oracle_params[name]]
         assert state["step"] == expected["step"] == 4
         for mean in ("exp_avg", "exp_avg_sq"):
             if name in ("layers.0", "layers.1"):
-                codes, scales = state[f"{mean}_codes"], state[f"{mean}_scales"]
+                codes = state[f"{mean}_codes"]
+                scales = state[f"{mean}_scales"]
                 assert torch.equal(
                     codes.view(-1), expected[mean].codes.view(torch.uint8).view(-1)
                 )
@@ -121,7 +125,7 @@ def test_compiled_step_equals_the_eager_step_up_to_rounding() -> None:
     names = ("layers.0", "layers.3")
     implementations = (Implementation.fused, Implementation.for_loop)
     (compiled, _), (plain, _) = (
-        ours(OptimStateDType.float8, each, names) for each in implementations
+        train(OptimStateDType.float8, option, names) for option in implementations
     )
     start = make_params(names)
     for name, param in compiled.items():
@@ -132,20 +136,20 @@ def test_compiled_step_equals_the_eager_step_up_to_rounding() -> None:
 
 
 @pytest.mark.parametrize(
-    "kept",
+    "state_dtype",
     [
         OptimStateDType.bfloat16,
-        *(pytest.param(kept, marks=needs_torchao) for kept in LOW_BITS),
+        *(pytest.param(state_dtype, marks=needs_torchao) for state_dtype in LOW_BITS),
     ],
-    ids=lambda each: each.value,
+    ids=lambda option: option.value,
 )
 def test_state_bytes_follow_the_formula_and_survive_loading(
-    kept: OptimStateDType,
+    state_dtype: OptimStateDType,
 ) -> None:
     """Oracle: bytes of the tensors; the states before. PyTorch's own loading makes float32 of
     them."""
-    params, optimizer = ours(kept, Implementation.for_loop)
-    config = AdamWConfig(state_dtype=kept)
+    params, optimizer = train(state_dtype, Implementation.for_loop)
+    config = AdamWConfig(state_dtype=state_dtype)
     before = {param: dict(optimizer.state[param]) for param in params.values()}
     optimizer.load_state_dict(optimizer.state_dict())
     for name, param in params.items():
@@ -155,7 +159,7 @@ def test_state_bytes_follow_the_formula_and_survive_loading(
         assert tuple(state.nbytes for state in states.values()) == config.state_bytes(
             param.shape, param.numel(), False
         )
-        few_bits = kept in LOW_BITS and name in ("layers.0", "layers.1")
+        few_bits = state_dtype in LOW_BITS and name in ("layers.0", "layers.1")
         assert (
             sum(state.nbytes for state in states.values()) < 8 * param.numel() / 3
         ) == few_bits
@@ -166,15 +170,15 @@ def test_state_bytes_follow_the_formula_and_survive_loading(
 
 
 @pytest.mark.parametrize(
-    "implementation", list(Implementation), ids=lambda each: each.value
+    "implementation", list(Implementation), ids=lambda option: option.value
 )
 def test_step_equals_float32_adamw_with_states_rounded_to_bfloat16(
     implementation: Implementation,
 ) -> None:
     """Oracle: torch.optim.AdamW, or FusedAdamW for its fused form, and rounding by hand:
     bitwise."""
-    params, optimizer = ours(OptimStateDType.bfloat16, implementation)
-    expected, oracle = ours(OptimStateDType.float32, implementation, rounds=True)
+    params, optimizer = train(OptimStateDType.bfloat16, implementation)
+    expected, oracle = train(OptimStateDType.float32, implementation, rounds=True)
     for name, param in params.items():
         assert torch.equal(param, expected[name])
         for moment in MOMENTS:

@@ -30,8 +30,8 @@ def test_newton_schulz_approximates_the_polar_factor(
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(shape, generator=generator)
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    got = orthogonalize(matrix.to(dtype), 5).float()
-    within = left.T @ got @ right.T
+    factor = orthogonalize(matrix.to(dtype), 5).float()
+    within = left.T @ factor @ right.T
     slack = 0.05 if dtype is torch.bfloat16 else 1e-5
     diagonal = within.diagonal()
     # Singular values below a hundredth of the norm have not converged.
@@ -39,7 +39,7 @@ def test_newton_schulz_approximates_the_polar_factor(
     assert risen.sum() > len(values) // 2
     assert diagonal[risen].min() > 0.65 - slack and diagonal.max() < 1.21 + slack
     assert (within - diagonal.diag()).abs().max() < slack
-    assert got.is_contiguous()
+    assert factor.is_contiguous()
 
 
 def matrices(seed: int = 0) -> list[tuple[str, nn.Parameter]]:
@@ -74,22 +74,24 @@ def test_muon_matches_torch_optim_muon_bitwise(
         "nesterov": nesterov,
         "ns_steps": 4,
     }
-    named = matrices()
+    named_params = matrices()
     config = MuonConfig(**settings, ns_dtype=MatmulDType.bfloat16, update_scale=scale)
-    names = {name for name, _ in named}
-    mine = [param for _, param in named]
-    take_steps(build_optimizer(config, named, names, names), mine)
-    theirs = [param for _, param in matrices()]
+    names = {name for name, _ in named_params}
+    mine = [param for _, param in named_params]
+    take_steps(build_optimizer(config, named_params, names, names), mine)
+    oracle_params = [param for _, param in matrices()]
     adjust = "match_rms_adamw" if scale is UpdateScale.match_adamw else "original"
-    take_steps(torch.optim.Muon(theirs, **settings, adjust_lr_fn=adjust), theirs)
-    for param, expected in zip(mine, theirs, strict=True):
+    take_steps(
+        torch.optim.Muon(oracle_params, **settings, adjust_lr_fn=adjust), oracle_params
+    )
+    for param, expected in zip(mine, oracle_params, strict=True):
         assert torch.equal(param, expected)
 
 
 @pytest.mark.parametrize(
     "implementation",
     [Implementation.fused, Implementation.foreach],
-    ids=lambda each: each.value,
+    ids=lambda option: option.value,
 )
 def test_parameters_other_than_block_matrices_use_adamw_with_its_own_rate(
     implementation: Implementation,
@@ -110,7 +112,8 @@ def test_parameters_other_than_block_matrices_use_adamw_with_its_own_rate(
             for name, shape in shapes.items()
         }
 
-    mine, theirs = model(), model()
+    mine = model()
+    oracle_params = model()
     config = MuonConfig(
         lr=0.1, adamw_lr=1e-2, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1,
         ns_dtype=MatmulDType.float32, implementation=implementation,
@@ -121,17 +124,22 @@ def test_parameters_other_than_block_matrices_use_adamw_with_its_own_rate(
     )
     take_steps(optimizer, list(mine.values()))
     adamw = torch.optim.AdamW(
-        [{"params": [theirs["embed.weight"]], "weight_decay": 0.1},
-         {"params": [theirs["layers.0.bias"], theirs["norm.weight"]], "weight_decay": 0.0}],
+        [{"params": [oracle_params["embed.weight"]], "weight_decay": 0.1},
+         {"params": [oracle_params[name] for name in ("layers.0.bias", "norm.weight")],
+          "weight_decay": 0.0}],
         lr=1e-2, betas=(0.8, 0.9), eps=1e-6,
     )  # fmt: skip
-    take_steps(adamw, list(theirs.values()))
+    take_steps(adamw, list(oracle_params.values()))
     for name in ("embed.weight", "layers.0.bias", "norm.weight"):
-        torch.testing.assert_close(mine[name], theirs[name], rtol=1e-6, atol=1e-7)
-    kept = {name: set(optimizer.state[param]) for name, param in mine.items()}
-    assert kept["layers.0.weight"] == {"momentum_buffer"}
+        torch.testing.assert_close(
+            mine[name], oracle_params[name], rtol=1e-6, atol=1e-7
+        )
+    states = {name: set(optimizer.state[param]) for name, param in mine.items()}
+    assert states["layers.0.weight"] == {"momentum_buffer"}
     assert (
-        kept["embed.weight"] == kept["norm.weight"] == {"step", "exp_avg", "exp_avg_sq"}
+        states["embed.weight"]
+        == states["norm.weight"]
+        == {"step", "exp_avg", "exp_avg_sq"}
     )
     assert not torch.equal(mine["layers.0.weight"], model()["layers.0.weight"])
 
@@ -141,17 +149,15 @@ def test_matrices_of_a_stack_are_orthogonalized_separately() -> None:
     generator = torch.Generator().manual_seed(0)
     stack = torch.randn(3, 8, 5, generator=generator)
     grads = torch.randn(3, 8, 5, generator=generator)
-    together, apart = (
-        nn.Parameter(stack.clone()),
-        [nn.Parameter(each.clone()) for each in stack],
-    )
-    for named in (
+    together = nn.Parameter(stack.clone())
+    apart = [nn.Parameter(matrix.clone()) for matrix in stack]
+    for named_params in (
         [("layers.w", together)],
-        [(f"layers.{i}", each) for i, each in enumerate(apart)],
+        [(f"layers.{i}", matrix) for i, matrix in enumerate(apart)],
     ):
-        names = {name for name, _ in named}
+        names = {name for name, _ in named_params}
         optimizer = build_optimizer(
-            MuonConfig(lr=0.1, ns_dtype=MatmulDType.float32), named, names, names
+            MuonConfig(lr=0.1, ns_dtype=MatmulDType.float32), named_params, names, names
         )
         together.grad = grads
         for param, grad in zip(apart, grads, strict=True):
