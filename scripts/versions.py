@@ -47,7 +47,10 @@ TESTS = {
         "memory/test_optimizer_in_backward.py"
     ),
     "resume": "train/test_resume.py",
-    "checkpoints": "checkpoint/test_round_trips.py checkpoint/test_sharded_io_ranks.py",
+    "checkpoints": (
+        "checkpoint/test_round_trips.py checkpoint/test_sharded_weights.py "
+        "checkpoint/test_sharded_io_ranks.py"
+    ),
     "compiler": "train/test_compile.py",
     "plans": (
         "plan/test_tracer.py plan/test_fake_tensors.py plan/test_estimate.py "

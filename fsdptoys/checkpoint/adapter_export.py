@@ -35,7 +35,7 @@ ADAPTER_FOLDER = "adapter"
 
 
 def merged(
-    params: Iterator[tuple[str, Tensor]], scale: float, kept: dict[str, Tensor]
+    params: Iterator[tuple[str, Tensor]], scale: float, adapters: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters of the model alone, with adapters added to their layers' weights.
 
@@ -50,13 +50,13 @@ def merged(
     codebook.materialize(torch.device("cpu"))
     for name, param in params:
         if is_adapter(name):
-            kept[name] = param
+            adapters[name] = param
             layer = name.removesuffix(A).removesuffix(B)
-            if layer + A in kept and layer + B in kept:
+            if layer + A in adapters and layer + B in adapters:
                 weight = waiting.pop(layer)
                 yield (
                     f"{layer}.weight",
-                    weight.addmm(kept[layer + B], kept[layer + A], alpha=scale),
+                    weight.addmm(adapters[layer + B], adapters[layer + A], alpha=scale),
                 )
         elif is_packed(name):
             # Rounded as in the forward.
@@ -97,19 +97,20 @@ def write_adapter(
     for name in adapters:
         if name.endswith(A):
             layer = name.removesuffix(A)
-            a_RI, b_OR = adapters[layer + A], adapters[layer + B]
-            place = locate_adapter(model, layer, (b_OR.shape[0], a_RI.shape[1]))
-            parts.setdefault(place.module, []).append((place, a_RI, b_OR))
+            a_RI = adapters[layer + A]
+            b_OR = adapters[layer + B]
+            location = locate_adapter(model, layer, (b_OR.shape[0], a_RI.shape[1]))
+            parts.setdefault(location.module, []).append((location, a_RI, b_OR))
     ranks: dict[str, int] = {}
-    for module, found in parts.items():
+    for module, layers in parts.items():
         blocks = []
-        for place, _, b_OR in found:
-            block = b_OR.new_zeros(place.total, b_OR.shape[1])
-            block[slice(*place.rows)] = b_OR
+        for location, _, b_OR in layers:
+            block = b_OR.new_zeros(location.total, b_OR.shape[1])
+            block[slice(*location.rows)] = b_OR
             blocks.append(block)
-        tensors[module + THEIR_A] = torch.cat([a_RI for _, a_RI, _ in found])
+        tensors[module + THEIR_A] = torch.cat([a_RI for _, a_RI, _ in layers])
         tensors[module + THEIR_B] = torch.cat(blocks, dim=1)
-        ranks[module.removeprefix(PREFIX)] = rank * len(found)
+        ranks[module.removeprefix(PREFIX)] = rank * len(layers)
     wider = {module: wide for module, wide in ranks.items() if wide != rank}
     config: dict[str, Any] = {
         "peft_type": "LORA",

@@ -39,8 +39,10 @@ from .safetensors_io import AGAIN, TensorFolder, read_json
 STEM = "adapter_model"
 CONFIG_FILE = "adapter_config.json"
 PREFIX = "base_model.model."
-A, B = ".lora_a.weight", ".lora_b.weight"
-THEIR_A, THEIR_B = ".lora_A.weight", ".lora_B.weight"
+A = ".lora_a.weight"
+B = ".lora_b.weight"
+THEIR_A = ".lora_A.weight"
+THEIR_B = ".lora_B.weight"
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -92,15 +94,15 @@ class AdapterFolder:
         for key, supported in UNSUPPORTED.items():
             value = self._config.get(key)
             if not any(
-                value is each or (type(value) is type(each) and value == each)
-                for each in supported
+                value is option or (type(value) is type(option) and value == option)
+                for option in supported
             ):
                 raise ConfigError(
                     f"{config} says {key}={short_text(value)}, and only "
                     f"{short_text(supported[0])} is read here; use an adapter trained with it"
                 )
         self._tensors = TensorFolder(self.path, STEM)
-        self._places: dict[str, AdapterLocation] = {}
+        self._locations: dict[str, AdapterLocation] = {}
         self._layers: dict[str, list[str]] = {}
         """Module → our layers that have its adapter, in the order of their rows."""
         self.ranks: dict[str, int] = {}
@@ -117,7 +119,7 @@ class AdapterFolder:
     @property
     def targets(self) -> list[str]:
         """Last parts of the names of our layers that have adapters."""
-        return sorted({layer.rpartition(".")[2] for layer in self._places})
+        return sorted({layer.rpartition(".")[2] for layer in self._locations})
 
     def check(self, model: DecoderModel) -> None:
         """Check from the files' headers that every tensor belongs to a linear layer of a model on
@@ -126,20 +128,20 @@ class AdapterFolder:
             if isinstance(module, Linear) and not is_adapter(f"{name}."):
                 layer = f"layers.{name}"
                 shape = (module.out_features, module.in_features)
-                place = locate_adapter(model.config, layer, shape)
-                names = {place.module + THEIR_A, place.module + THEIR_B}
+                location = locate_adapter(model.config, layer, shape)
+                names = {location.module + THEIR_A, location.module + THEIR_B}
                 if names & self._tensors.stored.keys():
-                    self._places[layer] = place
-                    self._layers.setdefault(place.module, []).append(layer)
+                    self._locations[layer] = location
+                    self._layers.setdefault(location.module, []).append(layer)
         reader = f"the adapter of a {model.config.family} model as configured"
         needed: dict[str, tuple[int, ...]] = {}
         for module_name, layers in self._layers.items():
-            layers.sort(key=lambda layer: self._places[layer].rows)
-            place = self._places[layers[0]]
+            layers.sort(key=lambda layer: self._locations[layer].rows)
+            location = self._locations[layers[0]]
             stored = self._tensors.stored.get(module_name + THEIR_A)
             rank = max([1, *stored.shape[:1]]) if stored is not None else 1
-            needed[module_name + THEIR_A] = (rank, place.inner)
-            needed[module_name + THEIR_B] = (place.total, rank)
+            needed[module_name + THEIR_A] = (rank, location.inner)
+            needed[module_name + THEIR_B] = (location.total, rank)
             scale = self._scale(module_name.removeprefix(PREFIX), rank)
             self.ranks |= dict.fromkeys(layers, rank)
             self.scales |= dict.fromkeys(layers, scale)
@@ -206,13 +208,16 @@ class AdapterFolder:
         ]
         own = sorted({name.rpartition(".")[2] for name in every} & set(targets))
         if own != self.targets:
-            words = [f"[{','.join(names)}]" for names in (own, self.targets)]
+            lists = [f"[{','.join(names)}]" for names in (own, self.targets)]
             raise ConfigError(
-                f"tune.targets={words[0]} is not {words[1]}, the layers of {where}; set "
-                f"tune.targets={words[1]}"
+                f"tune.targets={lists[0]} is not {lists[1]}, the layers of {where}; set "
+                f"tune.targets={lists[1]}"
             )
         for name in every:
-            if name.rpartition(".")[2] in own and f"layers.{name}" not in self._places:
+            if (
+                name.rpartition(".")[2] in own
+                and f"layers.{name}" not in self._locations
+            ):
                 raise ConfigError(
                     f"{where} holds no adapter of layers.{name}; use one of all blocks"
                 )
@@ -223,25 +228,29 @@ class AdapterFolder:
         Call ``check_run`` first.
         """
         layer = name.removesuffix(A).removesuffix(B)
-        place, rank = self._places[layer], self.ranks[layer]
-        index = self._layers[place.module].index(layer)
+        location = self._locations[layer]
+        rank = self.ranks[layer]
+        index = self._layers[location.module].index(layer)
         first = rank * index if self._stored_rank(layer) != rank else 0
         (low, high), (left, right) = local_bounds(param)
         with torch.no_grad(), self._tensors.reading() as read:
             if name.endswith(A):
                 source = read(
-                    place.module + THEIR_A, ((first + low, first + high), (left, right))
+                    location.module + THEIR_A,
+                    ((first + low, first + high), (left, right)),
                 )
             else:
-                rows = (place.rows[0] + low, place.rows[0] + high)
+                rows = (location.rows[0] + low, location.rows[0] + high)
                 source = read(
-                    place.module + THEIR_B, (rows, (first + left, first + right))
+                    location.module + THEIR_B, (rows, (first + left, first + right))
                 )
             local_tensor(param).copy_(source)
 
     def adapts(self, name: str) -> bool:
         """Whether the folder has an adapter of this parameter."""
-        return name.endswith(".weight") and name.removesuffix(".weight") in self._places
+        return (
+            name.endswith(".weight") and name.removesuffix(".weight") in self._locations
+        )
 
     def merge(self, weight_OI: Tensor, name: str) -> None:
         """Add scale · B A to a layer's full float32 weight on the CPU, in place; leave others as
@@ -249,34 +258,39 @@ class AdapterFolder:
         if not self.adapts(name):
             return
         layer = name.removesuffix(".weight")
-        place, rank = self._places[layer], self._stored_rank(layer)
+        location = self._locations[layer]
+        rank = self._stored_rank(layer)
         with self._tensors.reading() as read:
-            a_RI = read(place.module + THEIR_A, ((0, rank), (0, place.inner))).float()
-            b_OR = read(place.module + THEIR_B, (place.rows, (0, rank))).float()
+            a_RI = read(
+                location.module + THEIR_A, ((0, rank), (0, location.inner))
+            ).float()
+            b_OR = read(location.module + THEIR_B, (location.rows, (0, rank))).float()
             weight_OI.addmm_(b_OR, a_RI, alpha=self.scales[layer])
 
     def _stored_rank(self, layer: str) -> int:
-        return self._tensors.stored[self._places[layer].module + THEIR_A].shape[0]
+        return self._tensors.stored[self._locations[layer].module + THEIR_A].shape[0]
 
     def _is_split(self, layer: str, rank: int) -> bool:
         """Whether this is one of several layers of a rank that were written here: its rows of B are
         zero but in columns of its own."""
-        place = self._places[layer]
-        layers = self._layers[place.module]
+        location = self._locations[layer]
+        layers = self._layers[location.module]
         if self._stored_rank(layer) != rank * len(layers):
             return False
         first = rank * layers.index(layer)
         with self._tensors.reading() as read:
-            b_OR = read(place.module + THEIR_B, (place.rows, (0, rank * len(layers))))
+            b_OR = read(
+                location.module + THEIR_B, (location.rows, (0, rank * len(layers)))
+            )
             return not b_OR[:, :first].any() and not b_OR[:, first + rank :].any()
 
     def _scale(self, module: str, rank: int) -> float:
         """The factor of an adapter; ConfigError if the configuration has another rank than the
         tensors."""
-        said = self._setting("r", "rank_pattern", module)
-        if said != rank:
+        stored_rank = self._setting("r", "rank_pattern", module)
+        if stored_rank != rank:
             raise ConfigError(
-                f"{self.path / CONFIG_FILE} says r={said:g} for {one_line(module)}, whose "
+                f"{self.path / CONFIG_FILE} says r={stored_rank:g} for {one_line(module)}, whose "
                 f"tensors have {rank}; {AGAIN}"
             )
         alpha = self._setting("lora_alpha", "alpha_pattern", module)

@@ -26,7 +26,7 @@ from .load import Checkpoint, read_checkpoint
 from .manifest import ANY, Schema, to_json
 from .ranks import Ranks
 from .retention import Series
-from .save import Put, Saver
+from .save import Saver, WriteTensors
 from .select import listing, select, write_probe
 from .sharded_io import GatherFull, save_tensors
 from .storage import Storage, open_storage
@@ -78,11 +78,11 @@ class Checkpointer:
         )
         self._copy = copy or (
             lambda tensors, into: {
-                name: each.detach().clone() for name, each in tensors.items()
+                name: tensor.detach().clone() for name, tensor in tensors.items()
             }
         )
         self._copies: Tensors | None = None
-        self._gather_full = gather_full or _each
+        self._gather_full = gather_full or _yield_full
         self._schema = schema
         self._is_clean = False
         self._thread: threading.Thread | None = None
@@ -110,14 +110,18 @@ class Checkpointer:
         self._clean()
         state = to_json(facts | {"step": step, "world_size": self._ranks.size})
         own = to_json(own_facts)
-        put = self._writer(tensors, from_copies=self._config.async_save)
+        write_tensors = self._writer(tensors, from_copies=self._config.async_save)
         if not self._config.async_save:
-            return self._settle(self._saver.save(step, put, state, own, prunes))
+            return self._settle(
+                self._saver.save(step, write_tensors, state, own, prunes)
+            )
 
         def work() -> None:
             try:
                 with HostMemory():
-                    self._verdict = self._saver.save(step, put, state, own, prunes)
+                    self._verdict = self._saver.save(
+                        step, write_tensors, state, own, prunes
+                    )
             except BaseException as error:
                 self._failure = error
 
@@ -190,16 +194,16 @@ class Checkpointer:
                 self._message(f"{name} {problem}, in {self._storage.where}; {onward}")
         if selected is None:
             return None
-        place, checkpoint = selected
-        if place.own:
+        location, checkpoint = selected
+        if location.own:
             names = self._ranks.ask_first(
                 lambda: listing(self._series.names, self._storage)
             )
-            self._series.resume_from(place.name, names)
+            self._series.resume_from(location.name, names)
             self._saver.committed = self.last_step = checkpoint.step
         return checkpoint
 
-    def _writer(self, tensors: Tensors, from_copies: bool) -> Put:
+    def _writer(self, tensors: Tensors, from_copies: bool) -> WriteTensors:
         gather_full = self._gather_full if self._config.form is Form.full else None
         if from_copies and gather_full is not None:
             tensors = {
@@ -207,7 +211,7 @@ class Checkpointer:
                 for name, tensor in gather_full(tensors)
                 if tensor is not None
             }
-            gather_full = _each
+            gather_full = _yield_full
         elif from_copies:
             tensors = self._copies = self._copy(tensors, self._copies)
         return lambda storage, folder: save_tensors(
@@ -235,11 +239,11 @@ class Checkpointer:
         save."""
         probe = self._ranks.ask_first(lambda: write_probe(self._storage))
         try:
-            is_seen = self._storage.exists(probe)
+            is_visible = self._storage.exists(probe)
         except OSError:
-            is_seen = False
+            is_visible = False
         blind = [
-            rank for rank, seen in enumerate(self._ranks.gather(is_seen)) if not seen
+            rank for rank, sees in enumerate(self._ranks.gather(is_visible)) if not sees
         ]
         blind = self._ranks.broadcast(blind)
         if self._ranks.rank == 0:
@@ -258,5 +262,5 @@ class Checkpointer:
             self._message(f"a signal could save nothing: {sentence}")
 
 
-def _each(tensors: Tensors) -> Iterator[tuple[str, Tensor | None]]:
+def _yield_full(tensors: Tensors) -> Iterator[tuple[str, Tensor | None]]:
     yield from tensors.items()

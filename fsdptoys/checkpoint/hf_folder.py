@@ -57,7 +57,8 @@ from .safetensors_io import (
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 STEM = "model"
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"
+HEAD = "lm_head.weight"
 
 ROTARY_NUMBERS = {
     **dict.fromkeys(
@@ -79,15 +80,15 @@ vocabulary."""
 def read_token_ids(folder: Path) -> dict[str, int | list[int]]:
     """Ids that a folder names for the begin, the end and the padding of texts; generation settings
     come first."""
-    found: dict[str, int | list[int]] = {}
+    token_ids: dict[str, int | list[int]] = {}
     for name in (CONFIG_FILE, GENERATION_CONFIG_FILE):
         values = read_json(folder / name) if (folder / name).exists() else {}
-        found |= {
+        token_ids |= {
             key: values[key]
             for key in NO_TOKENS
             if isinstance(values.get(key), (int, list))
         }
-    return found
+    return token_ids
 
 
 class HuggingFaceFolder:
@@ -183,7 +184,8 @@ class HuggingFaceFolder:
         reader = f"a {model.config.family} model as configured"
         fix = f"use a folder whose {CONFIG_FILE} fits its weights"
         tensors.require(self._needed, reader, fix, ignored)
-        self.tensors, self.model = tensors, model
+        self.tensors = tensors
+        self.model = model
 
     def fill(self, param: Tensor, name: str) -> None:
         """Fill a parameter, or this rank's shard of it, from the files, in place and in its own
@@ -194,7 +196,7 @@ class HuggingFaceFolder:
         parameter. ConfigError if a file has become unreadable since ``check``.
         """
         assert self.model is not None, "check the folder first"
-        style = hugging_face_format(self.model.config)
+        config = self.model.config
         bounds = local_bounds(param)
         with torch.no_grad(), self.tensors.reading() as read:
             local = local_tensor(param)
@@ -273,14 +275,14 @@ def write_hugging_face(
     """
     style = hugging_face_format(config)
     with new_folder(out_dir, CHECKSUMS_FILE) as folder:
-        written = write_tensors(
-            folder, STEM, _tensors(config, style, read, dtype), max_file_bytes
+        files = write_tensors(
+            folder, STEM, _tensors(config, read, dtype), max_file_bytes
         )
-        word = dtype_name(dtype)
+        dtype_text = dtype_name(dtype)
         # transformers 4 reads the second spelling.
-        tree = style.write_config(config) | {
-            "dtype": word,
-            "torch_dtype": word,
+        tree = config.hugging_face.write_config(config) | {
+            "dtype": dtype_text,
+            "torch_dtype": dtype_text,
         }
         ids = NO_TOKENS | dict(token_ids)
         for name, values in ((CONFIG_FILE, tree | ids), (GENERATION_CONFIG_FILE, ids)):
@@ -289,7 +291,7 @@ def write_hugging_face(
             )
         for name, content in (tokenizer or {}).items():
             (folder / name).write_bytes(content)
-    return written
+    return files
 
 
 def _tensors(

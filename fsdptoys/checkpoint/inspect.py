@@ -31,9 +31,9 @@ from .manifest import (
 from .retention import Series
 from .select import find_checkpoint, listing
 from .shard_format import StoredTensor, read_index
+from .sharded_io import parameter_of
 from .storage import LocalStorage, Storage
 
-MOST_LEVELS = 64  # parts of a state's kind; a damaged index may have thousands
 CHEAP_BYTES = 2**30
 """Local checkpoints of this size together are verified without being asked: about two seconds on
 one core."""
@@ -75,7 +75,7 @@ class Description:
     def bytes(self) -> int:
         """Size of all files, of a checkpoint with a manifest."""
         return (
-            sum(each.size for each in self.manifest.files.values())
+            sum(file.size for file in self.manifest.files.values())
             if self.manifest is not None
             else 0
         )
@@ -103,15 +103,15 @@ def open_series(where: str) -> tuple[Storage, list[str], bool]:
     is none.
     """
     try:
-        found = find_checkpoint(where)
+        location = find_checkpoint(where)
     except ConfigError as mistake:
         raise ConfigError(str(mistake).removeprefix("checkpoint.resume=")) from mistake
-    if found is None:
+    if location is None:
         raise ConfigError(
             f"{where} holds no checkpoint; name the directory of a run, its folder of "
             "checkpoints, or one of them"
         )
-    storage, name = found
+    storage, name = location
     is_one = where.rstrip("/").rpartition("/")[2] == name
     return (
         storage,
@@ -122,40 +122,40 @@ def open_series(where: str) -> tuple[Storage, list[str], bool]:
 
 def describe(storage: Storage, name: str, schema: Schema = ANY) -> Description:
     """Read a checkpoint's manifest, facts and index, and check the sizes of its files."""
-    found = Description(name)
+    description = Description(name)
 
     def read() -> None:
         if not storage.exists(f"{name}/{MANIFEST_FILE}"):
-            found.condition = Condition.incomplete
-        found.manifest = read_manifest(storage, name, patient=False)
-        found.saved_at = storage.modified(f"{name}/{MANIFEST_FILE}")
-        found.facts = read_state(storage, found.manifest, schema)
-        verify_file(storage, found.manifest, INDEX_FILE)
-        found.tensors = read_index(storage, name)
+            description.condition = Condition.incomplete
+        description.manifest = read_manifest(storage, name, patient=False)
+        description.saved_at = storage.modified(f"{name}/{MANIFEST_FILE}")
+        description.facts = read_state(storage, description.manifest, schema)
+        verify_file(storage, description.manifest, INDEX_FILE)
+        description.tensors = read_index(storage, name)
 
-    _judge(found, read)
-    return found
+    _judge(description, read)
+    return description
 
 
 def verify(
     storage: Storage,
-    found: Description,
+    description: Description,
     advance: Callable[[int], object] = lambda count: None,
 ) -> None:
     """Compare all files of a complete checkpoint with their checksums; ``advance`` is called with
     bytes read."""
-    assert found.manifest is not None
-    manifest = found.manifest
+    assert description.manifest is not None
+    manifest = description.manifest
 
     def read() -> None:
         for path in manifest.files:
             verify_file(storage, manifest, path, advance)
 
-    _judge(found, read)
-    found.verified = (
+    _judge(description, read)
+    description.verified = (
         None
-        if found.condition is Condition.unreadable
-        else found.condition is Condition.complete
+        if description.condition is Condition.unreadable
+        else description.condition is Condition.complete
     )
 
 
@@ -164,11 +164,18 @@ def is_cheap(storage: Storage, size: int) -> bool:
     return isinstance(storage, LocalStorage) and size <= CHEAP_BYTES
 
 
-def resumed_by_auto(found: list[Description]) -> Description | None:
+def resumed_by_auto(descriptions: list[Description]) -> Description | None:
     """The checkpoint, of all in a folder, from which ``checkpoint.resume=auto`` resumes, or at
     which it stops."""
     loadable = (Condition.complete, Condition.unreadable)
-    return next((each for each in found if each.condition in loadable), None)
+    return next(
+        (
+            description
+            for description in descriptions
+            if description.condition in loadable
+        ),
+        None,
+    )
 
 
 def other_folders(storage: Storage) -> list[str]:
@@ -188,33 +195,31 @@ def states_by_kind(
     """Kind of optimizer state → its tensors; ``optim.<parameter>.<kind>`` are the names."""
     kinds: dict[str, list[StoredTensor]] = {}
     for name, tensor in tensors.items():
-        group, _, rest = name.partition(".")
-        param = rest
-        for _ in range(MOST_LEVELS):
-            if f"model.{param}" in tensors:
-                break
-            param = param.rpartition(".")[0]
-        if group == "optim":
-            kinds.setdefault(
-                rest[len(param) + 1 :] if param else rest.rpartition(".")[2], []
-            ).append(tensor)
+        param = parameter_of(name, tensors)
+        if param is not None:
+            kind = name.removeprefix(f"optim.{param}.")
+        elif name.startswith("optim."):
+            kind = name.rpartition(".")[2]
+        else:
+            continue
+        kinds.setdefault(kind, []).append(tensor)
     return kinds
 
 
-def _judge(found: Description, read: Callable[[], None]) -> None:
+def _judge(description: Description, read: Callable[[], None]) -> None:
     """Call ``read``, and keep the problem that it raises."""
     try:
         read()
     except InvalidCheckpointError as problem:
-        found.problem = str(problem)
-        if found.condition is Condition.complete:
-            found.condition = Condition.damaged
+        description.problem = str(problem)
+        if description.condition is Condition.complete:
+            description.condition = Condition.damaged
     except UnreadableError as problem:
-        found.condition, found.problem = Condition.unreadable, problem.reason
+        description.condition = Condition.unreadable
+        description.problem = problem.reason
     except ConfigError as problem:
-        found.condition, found.problem = Condition.damaged, f"is damaged: {problem}"
+        description.condition = Condition.damaged
+        description.problem = f"is damaged: {problem}"
     except OSError as problem:
-        found.condition, found.problem = (
-            Condition.unreadable,
-            f"cannot be read ({reason_of(problem)})",
-        )
+        description.condition = Condition.unreadable
+        description.problem = f"cannot be read ({reason_of(problem)})"

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -26,7 +27,8 @@ from .manifest import (
     world_size_of,
 )
 from .ranks import Ranks
-from .sharded_io import load_tensors
+from .shard_format import CHUNK_DTYPES, read_index
+from .sharded_io import load_tensors, parameter_of
 from .storage import Storage
 
 T = TypeVar("T")
@@ -49,18 +51,46 @@ class Checkpoint:
         """Number of steps completed when it was saved."""
         return int(self.facts["step"])
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
+    def load(self, tensors: dict[str, Tensor], weights_only: bool = False) -> None:
         """Fill tensors, all or some of the checkpoint's, in place from any saved layout;
         collective.
 
         ConfigError on all ranks: before any tensor is filled if one is missing or differs in shape
-        or dtype, or if the checkpoint cannot be read after retries.
+        or dtype, if a parameter's optimizer states are left out without ``weights_only``, or if the
+        checkpoint cannot be read after retries.
         """
+        self._read(
+            lambda: load_tensors(
+                self.storage, self.name, tensors, self.group, weights_only
+            )
+        )
+
+    def read_states(self) -> dict[str, dict[str, Tensor]]:
+        """Return an example of each parameter's optimizer states by their names, without dims for a
+        number, otherwise for the parameter's shape; others are left out. Collective."""
+        ranks = Ranks(self.group)
+        states: dict[str, dict[str, Tensor]] = {}
+
+        def read() -> None:
+            index = read_index(self.storage, self.name)
+            for name in index:
+                if name.startswith("model."):
+                    states[name.removeprefix("model.")] = {}
+            for name, state in index.items():
+                param = parameter_of(name, index)
+                if param and state.shape in ((), index[f"model.{param}"].shape):
+                    kind = name.removeprefix(f"optim.{param}.")
+                    shape = (2,) if state.shape else ()
+                    dtype = CHUNK_DTYPES[state.dtype]
+                    states[param][kind] = torch.zeros(shape, dtype=dtype)
+
+        self._read(lambda: ranks.on_all(read if ranks.rank == 0 else lambda: None))
+        return ranks.broadcast(states)
+
+    def _read(self, read: Callable[[], T]) -> T:
         try:
             # One rank's error is raised on all ranks, so all retry together.
-            with_retries(
-                lambda: load_tensors(self.storage, self.name, tensors, self.group)
-            )
+            return with_retries(read)
         except OSError as error:
             raise ConfigError(
                 f"{self.name} in {self.storage.where} cannot be read ({reason_of(error)}); make "
@@ -112,16 +142,18 @@ def _agreed(
 ) -> T:
     """Call ``read`` on every rank and raise the first failure on all ranks; damage precedes
     unreadable files."""
-    is_damaged, reason = False, ""
+    is_damaged = False
+    reason = ""
     try:
         result = read()
     except InvalidCheckpointError as problem:
-        is_damaged, reason = True, f"{problem}{of_rank}"
+        is_damaged = True
+        reason = f"{problem}{of_rank}"
     except UnreadableError as problem:
         reason = f"{problem.reason}{of_rank}"
     verdicts = sorted(
-        (each for each in ranks.gather((is_damaged, reason)) if each[1]),
-        key=lambda each: not each[0],
+        (failure for failure in ranks.gather((is_damaged, reason)) if failure[1]),
+        key=lambda failure: not failure[0],
     )
     is_damaged, reason = ranks.broadcast(verdicts[0] if verdicts else (False, ""))
     if is_damaged:

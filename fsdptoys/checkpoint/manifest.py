@@ -183,13 +183,14 @@ def read_manifest(storage: Storage, name: str, patient: bool = True) -> Manifest
             text = read_bytes(file, size)
         manifest = _parse(text, name)
         present = set(storage.names(name))
-        for path, said in manifest.files.items():
+        for path, file_sum in manifest.files.items():
             if path not in present:
                 raise InvalidCheckpointError(f"is damaged: {path} is missing")
             size = storage.size(f"{name}/{path}")
-            if size != said.size:
+            if size != file_sum.size:
                 raise InvalidCheckpointError(
-                    f"is damaged: {path} holds {size} bytes, and {MANIFEST_FILE} says {said.size}"
+                    f"is damaged: {path} holds {size} bytes, and {MANIFEST_FILE} says "
+                    f"{file_sum.size}"
                 )
         return manifest
 
@@ -245,7 +246,8 @@ def read_state(storage: Storage, manifest: Manifest, schema: Schema) -> Facts:
     """Read the facts common to all ranks; InvalidCheckpointError if they do not fit the schema,
     too."""
     facts = _read_facts(storage, manifest, STATE_FILE)
-    step, ranks = facts.get("step"), facts.get("world_size")
+    step = facts.get("step")
+    ranks = facts.get("world_size")
     if type(step) is not int or step != step_of(manifest.name):
         raise InvalidCheckpointError(
             f"is damaged: {STATE_FILE} is that of step {step!r:.100}"
@@ -325,7 +327,7 @@ def _parse(text: bytes, name: str) -> Manifest:
             f"is damaged: its {MANIFEST_FILE} is that of {manifest.name!r:.100}"
         )
     if not {STATE_FILE, INDEX_FILE} <= set(manifest.files) or any(
-        not said.size for said in manifest.files.values()
+        not file_sum.size for file_sum in manifest.files.values()
     ):
         raise InvalidCheckpointError(
             f"is damaged: its {MANIFEST_FILE} lists files that no checkpoint has, or too few"

@@ -59,51 +59,53 @@ def check_type(value: Any, annotation: Any, where: str, key: str) -> None:
         raise ConfigError(f"{where}: {error}; correct it") from error
 
 
-def differences(chosen: ModelConfig, wanted: ModelConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the settings of ``chosen`` to change so that weights of ``wanted`` (same family)
+def differences(chosen: ModelConfig, stored: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the settings of ``chosen`` to change so that weights of ``stored`` (same family)
     compute the same.
 
     Key below ``model.`` → (chosen value, wanted value), in field order.
     """
-    assert type(chosen) is type(wanted)
-    found = {}
-    mine, theirs = _flatten(chosen), _flatten(wanted)
-    my_implied, their_implied = chosen.implied(), wanted.implied()
-    for key, value in theirs.items():
-        value = their_implied.get(key) if value is None else value
-        if mine[key] is None and value == their_implied.get(key):
+    assert type(chosen) is type(stored)
+    changes = {}
+    values = _flatten(chosen)
+    stored_values = _flatten(stored)
+    implied = chosen.implied()
+    stored_implied = stored.implied()
+    for key, value in stored_values.items():
+        value = stored_implied.get(key) if value is None else value
+        if values[key] is None and value == stored_implied.get(key):
             continue  # implied by the other keys once they agree
-        my_value = my_implied.get(key) if mine[key] is None else mine[key]
-        if my_value != value and not wanted.is_cosmetic(key):
-            found[key] = (my_value, value)
-    return found
+        my_value = implied.get(key) if values[key] is None else values[key]
+        if my_value != value and not stored.is_cosmetic(key):
+            changes[key] = (my_value, value)
+    return changes
 
 
 def check_same(
-    chosen: ModelConfig, wanted: ModelConfig, holder: str, source: str
+    chosen: ModelConfig, stored: ModelConfig, holder: str, source: str
 ) -> None:
-    """Reject weights of ``holder`` made with another configuration (``wanted``) than the run's
+    """Reject weights of ``holder`` made with another configuration (``stored``) than the run's
     (``chosen``).
 
     ``source`` is the command or file with all settings of the weights, for the message.
     """
-    if chosen.family != wanted.family:
+    if chosen.family != stored.family:
         raise ConfigError(
             f"model={chosen.name} is of the family {chosen.family}, and {holder} holds a "
-            f"{wanted.family} model; take the settings of {source}"
+            f"{stored.family} model; take the settings of {source}"
         )
-    found = differences(chosen, wanted)
+    changes = differences(chosen, stored)
     if not chosen.needs_its_context:
-        found.pop("max_seq_len", None)
-    for key, (mine, theirs) in found.items():
+        changes.pop("max_seq_len", None)
+    for key, (value, stored_value) in changes.items():
         rest = (
-            f" ({source} lists the other {len(found) - 1} too)"
-            if len(found) > 1
+            f" ({source} lists the other {len(changes) - 1} too)"
+            if len(changes) > 1
             else ""
         )
         raise ConfigError(
-            f"model.{key}={value_text(mine)} is not {value_text(theirs)}, with which the weights "
-            f"of {holder} were made; set model.{key}={value_text(theirs)}{rest}"
+            f"model.{key}={value_text(value)} is not {value_text(stored_value)}, with which the "
+            f"weights of {holder} were made; set model.{key}={value_text(stored_value)}{rest}"
         )
 
 

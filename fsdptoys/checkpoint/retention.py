@@ -31,7 +31,9 @@ from .manifest import (
 from .storage import Storage, write_file
 
 LATEST_FILE = "latest"
-PARTIAL, OLD, DELETED = ".partial", ".old", ".deleted"
+PARTIAL = ".partial"
+OLD = ".old"
+DELETED = ".deleted"
 
 
 class Series:
@@ -44,7 +46,7 @@ class Series:
         self._report = report
         # Names of checkpoints to ignore even if their file sizes match
         self.damaged: set[str] = set()
-        self._written: set[str] = set()
+        self._saved: set[str] = set()
         self._resumed: set[str] = set()
         self._reported: set[str] = set()
 
@@ -52,7 +54,7 @@ class Series:
         """Take over the checkpoints among ``names`` up to ``name``, so that they may be deleted
         when they are old."""
         self._resumed = {
-            each for each in names if known_step(each) <= known_step(name)
+            other for other in names if known_step(other) <= known_step(name)
         } - self.damaged
 
     def names(self) -> list[str]:
@@ -131,7 +133,7 @@ class Series:
         else:
             self._set_aside(name, name, reason)
         if not self.storage.renames:
-            self._written.add(name)
+            self._saved.add(name)
         self.storage.make(working)
         return working
 
@@ -146,9 +148,10 @@ class Series:
 
         After an OSError either of them exists.
         """
-        storage, name = self.storage, manifest.name
-        for path, said in manifest.files.items():
-            if storage.size(f"{working}/{path}") != said.size:
+        storage = self.storage
+        name = manifest.name
+        for path, file_sum in manifest.files.items():
+            if storage.size(f"{working}/{path}") != file_sum.size:
                 raise OSError(
                     errno.EIO, "a written file has changed since", f"{working}/{path}"
                 )
@@ -169,7 +172,7 @@ class Series:
             if reason is not None:
                 storage.rename(old, name)
             raise
-        self._written.add(name)
+        self._saved.add(name)
         storage.sync("")
         if reason is not None:
             with suppress(OSError):
@@ -187,19 +190,21 @@ class Series:
         """Delete this run's complete checkpoints beyond those to keep; return whether any was
         deleted.
 
-        Kept are the ``keep`` newest up to step ``newest``, newer ones, and those whose step is a
-        multiple of ``keep_every``. Checkpoints that cannot be read now are neither counted nor
+        Kept are the ``keep`` newest up to step ``newest``, newer ones, and those of steps that are
+        multiples of ``keep_every``. Checkpoints that cannot be read now are neither counted nor
         deleted, and are left to a later call.
         """
-        kept, name, where = 0, "", self.storage.where
+        count = 0
+        name = ""
+        where = self.storage.where
         is_freed = False
-        deletable = (self._written | self._resumed) - self.damaged
+        deletable = (self._saved | self._resumed) - self.damaged
         try:
             for name in self.names():
                 step = known_step(name)
                 if step > newest or name not in deletable:
                     continue
-                if kept == keep and keep_every and step % keep_every == 0:
+                if count == keep and keep_every and step % keep_every == 0:
                     continue
                 try:
                     if not self.is_complete(name, patient=False):
@@ -212,8 +217,8 @@ class Series:
                         )
                     self._reported.add(name)
                     continue
-                if kept < keep:
-                    kept += 1
+                if count < keep:
+                    count += 1
                     continue
                 if self.storage.renames:
                     self.storage.remove(f".{name}{DELETED}")
@@ -249,21 +254,21 @@ class Series:
 
     def _set_aside(self, entry: str, name: str, reason: str) -> None:
         """Rename a folder to the first free ``NAME.REASON-N``."""
-        taken = set(self.storage.names())
+        existing = set(self.storage.names())
         names = (f"{name}.{reason}-{number}" for number in itertools.count(1))
         free = next(
-            each
-            for each in names
-            if each not in taken and not self.storage.exists(each)
+            candidate
+            for candidate in names
+            if candidate not in existing and not self.storage.exists(candidate)
         )
         self.storage.move(entry, free)
         self._report(f"an earlier {name} in {self.storage.where} was renamed to {free}")
 
     def _leftovers(self) -> list[str]:
-        found = []
+        leftovers = []
         for entry in self.storage.names() if self.storage.renames else []:
             stem, dot, ending = entry[1:].rpartition(".")
-            ours = step_of(stem) is not None or stem.split("-")[0] == LATEST_FILE
-            if entry[0] == "." and ours and dot + ending in (PARTIAL, OLD, DELETED):
-                found.append(entry)
-        return found
+            is_own = step_of(stem) is not None or stem.split("-")[0] == LATEST_FILE
+            if entry[0] == "." and is_own and dot + ending in (PARTIAL, OLD, DELETED):
+                leftovers.append(entry)
+        return leftovers

@@ -4,11 +4,6 @@ Both layouts are Hugging Face's: ``STEM.safetensors``, or ``STEM-00001-of-00003.
 with ``STEM.safetensors.index.json``. Reads memory-map the files and touch only the pages of the
 requested part; writes hold the tensors of one output file in memory, twice before safetensors 0.8.
 Nothing is unpickled.
-
-A file (https://huggingface.co/docs/safetensors/index) is eight bytes with the header's length, a
-JSON header, then the tensors' bytes without gaps. A few kilobytes thus list a file's tensors and
-show whether it is complete. The safetensors library makes the same checks, but its messages name
-neither the file nor a fix.
 """
 
 import json
@@ -26,24 +21,14 @@ from torch import Tensor
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.models.huggingface import Bounds
-from fsdptoys.utils.foreign import ForeignError, parse_json
+from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.regular_file import open_regular, read_regular
 from fsdptoys.utils.sealed_folder import is_file_name
 from fsdptoys.utils.text import one_line
 
-from .storage import read_bytes
+from .safetensors_header import parse_header
 
 AGAIN = "download or write the folder again"
-
-LONGEST_HEADER_BYTES = 100_000_000  # the safetensors library's limit
-
-BYTES = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
-    **dict.fromkeys(("U32", "I32", "F32"), 4),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
-}
-"""Dtype name in a header → bytes per element; sub-byte dtypes are absent."""
 
 BLOCK_ELEMENTS = 2**22  # elements read at a time: 16 MiB of float32
 DTYPES = {
@@ -81,7 +66,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def slices(bounds: Bounds, origin: tuple[int, ...] | None = None) -> tuple[slice, ...]:
-    """Convert bounds to an index into a tensor whose first element is at ``origin``."""
+    """Convert bounds to an index into a tensor that begins at ``origin``."""
     starts = origin or (0,) * len(bounds)
     return tuple(
         slice(first - start, last - start)
@@ -115,18 +100,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class TensorFolder:
-    """The tensors of a folder, listed from the headers of its files, whose names start with
-    ``stem``.
+    """The tensors of a folder, listed from the headers of its files.
 
+    Names of the files start with ``stem``.
     ConfigError if files are missing or damaged, or disagree with the index.
     """
 
     def __init__(self, path: Path, stem: str) -> None:
         self.path = path
-        single, index = (
-            path / f"{stem}.safetensors",
-            path / f"{stem}.safetensors.index.json",
-        )
+        single = path / f"{stem}.safetensors"
+        index = path / f"{stem}.safetensors.index.json"
         if single.exists() and index.exists():
             raise ConfigError(
                 f"{path} holds both {single.name} and {index.name}; remove the outdated one"
@@ -183,15 +166,15 @@ class TensorFolder:
                     f"{shape_text(shape)}; {AGAIN}"
                 )
             tensor = self.stored[name]
-            found = f"{self.path / tensor.file} holds {name}"
+            holder = f"{self.path / tensor.file} holds {name}"
             if tensor.shape != shape:
                 raise ConfigError(
-                    f"{found} in the shape {shape_text(tensor.shape)}, and {owner} needs "
+                    f"{holder} in the shape {shape_text(tensor.shape)}, and {owner} needs "
                     f"{shape_text(shape)}; {AGAIN}"
                 )
             if tensor.dtype not in DTYPES:
                 raise ConfigError(
-                    f"{found} as {one_line(tensor.dtype)}, and weights are read from "
+                    f"{holder} as {one_line(tensor.dtype)}, and weights are read from "
                     f"{', '.join(DTYPES)} alone; convert it to one of these"
                 )
         for name, tensor in self.stored.items():
@@ -336,75 +319,6 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         name: StoredTensor(path.name, entry.dtype, entry.shape)
         for name, entry in entries.items()
     }
-
-
-@dataclass(frozen=True)
-class HeaderEntry:
-    """A tensor of a safetensors file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int  # offset of its first byte in the file
-    stop: int
-
-
-def parse_header(file: BinaryIO, size: int) -> dict[str, HeaderEntry]:
-    """Read the header of an open file of ``size`` bytes.
-
-    The text of a ValueError is the predicate of a sentence about the damaged file.
-    """
-    length = int.from_bytes(read_bytes(file, 8), "little")
-    damage = "is no safetensors file or is damaged: "
-    if size < 8 or length > min(size - 8, LONGEST_HEADER_BYTES):
-        raise ValueError(f"{damage}its header does not fit into its {size} bytes")
-    text = read_bytes(file, length)
-    if len(text) < length:
-        raise ValueError(f"{damage}it ends early")
-    try:
-        header = parse_json(text, unique_keys=True)
-    except ForeignError as error:
-        raise ValueError(f"{damage}its header cannot be read ({error})") from error
-    if not isinstance(header, dict):
-        raise ValueError(f"{damage}its header is not an object")
-    header.pop("__metadata__", None)
-    entries = {
-        name: _parse_entry(name, entry, 8 + length) for name, entry in header.items()
-    }
-    end = 8 + length
-    for start, stop in sorted((entry.start, entry.stop) for entry in entries.values()):
-        if start != end:
-            raise ValueError(
-                "is damaged: its header places tensors that overlap or leave gaps"
-            )
-        end = stop
-    if size != end:
-        raise ValueError(
-            f"is damaged: it holds {size} bytes, and its header asks for {end}"
-        )
-    return entries
-
-
-def _parse_entry(name: str, entry: Any, first: int) -> HeaderEntry:
-    try:
-        dtype, shape, (start, stop) = (
-            entry["dtype"],
-            tuple(entry["shape"]),
-            entry["data_offsets"],
-        )
-        is_form = isinstance(dtype, str) and all(
-            type(size) is int and size >= 0 for size in (*shape, start, stop)
-        )
-        if (
-            not is_form
-            or stop < start
-            or (dtype in BYTES and stop - start != math.prod(shape) * BYTES[dtype])
-        ):
-            raise ValueError
-    except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(
-            f"is damaged: its header describes {one_line(name)} wrongly, as {entry!r:.200}"
-        ) from error
-    return HeaderEntry(dtype, shape, first + start, first + stop)
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -12,6 +12,7 @@ once.
 """
 
 import errno
+import functools
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,7 +33,7 @@ from .retention import LATEST_FILE, Series
 from .storage import Storage, write_file
 
 # Writes this rank's tensors into a folder of a storage; returns the sums of its files; collective
-Put = Callable[[Storage, str], dict[str, FileSum]]
+WriteTensors = Callable[[Storage, str], dict[str, FileSum]]
 
 FULL = {os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 """The system's messages for a full disk or quota."""
@@ -40,6 +41,11 @@ FULL = {os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 
 Answer = tuple[dict[str, FileSum], str | None]
 """File → sum, of the files that a rank wrote; and why its write failed, or None."""
+
+
+def is_full(problems: list[str]) -> bool:
+    """Return whether a disk or quota is full."""
+    return any(message in problem for message in FULL for problem in problems)
 
 
 class Saver:
@@ -62,19 +68,25 @@ class Saver:
         self._report = report
 
     def save(
-        self, step: int, put: Put, state: bytes, own: bytes, prunes: bool = True
+        self,
+        step: int,
+        write_tensors: WriteTensors,
+        state: bytes,
+        own: bytes,
+        prunes: bool = True,
     ) -> bool:
         """Save a checkpoint; collective. Return whether it is committed, the same on all ranks.
 
-        ``put`` writes the tensors; ``state`` and ``own`` are the facts common to all ranks and of
-        this one, as JSON.
+        ``write_tensors`` writes this rank's tensors; ``state`` and ``own`` are the facts common to
+        all ranks and of this one, as JSON.
         """
         ranks = self._ranks
-        problems, wrote = self._attempt(step, put, state, own)
-        if prunes and any(words in problem for words in FULL for problem in problems):
+        write = functools.partial(self._write, write_tensors, state, own)
+        problems, wrote = self._attempt(step, write)
+        if prunes and is_full(problems):
             has_room = ranks.broadcast(ranks.rank == 0 and self._prune(step))
             if has_room:
-                problems, wrote = self._attempt(step, put, state, own)
+                problems, wrote = self._attempt(step, write)
         if problems:
             if ranks.rank == 0:
                 self._report_failure(step, problems)
@@ -94,7 +106,7 @@ class Saver:
         return True
 
     def _attempt(
-        self, step: int, put: Put, state: bytes, own: bytes
+        self, step: int, write: Callable[[str], Answer]
     ) -> tuple[list[str], bool]:
         """Try to save; return the reasons of a failure, and whether files were written, the same on
         all ranks."""
@@ -107,9 +119,7 @@ class Saver:
         if working is None:
             return [], False
         # An error other than the system's ends the run on all ranks.
-        answers = ranks.gather(
-            ranks.on_all(lambda: self._write(working, put, state, own))
-        )
+        answers = ranks.gather(ranks.on_all(lambda: write(working)))
         return ranks.broadcast(
             self._commit(step, working, answers) if ranks.rank == 0 else []
         ), True
@@ -125,11 +135,14 @@ class Saver:
         except OSError as error:
             return None, self._place_of(error)
 
-    def _write(self, working: str, put: Put, state: bytes, own: bytes) -> Answer:
-        storage, rank = self._storage, self._ranks.rank
+    def _write(
+        self, write_tensors: WriteTensors, state: bytes, own: bytes, working: str
+    ) -> Answer:
+        storage = self._storage
+        rank = self._ranks.rank
         facts = {rank_file(rank): own} | ({STATE_FILE: state} if rank == 0 else {})
         try:
-            sums = put(storage, working)
+            sums = write_tensors(storage, working)
             for file, text in facts.items():
                 sums[file] = write_file(storage, f"{working}/{file}", [text])
         except OSError as error:
@@ -162,10 +175,9 @@ class Saver:
     def _report_failure(self, step: int, problems: list[str]) -> None:
         newest = self._series.newest_readable()
         have = f"the newest one is {newest}" if newest else "there is none yet"
-        is_full = any(words in problem for words in FULL for problem in problems)
         fix = (
             "free space or set checkpoint.folder to another disk"
-            if is_full
+            if is_full(problems)
             else "make it writable"
         )
         self._report(

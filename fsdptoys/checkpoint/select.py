@@ -108,11 +108,11 @@ def select(
             except InvalidCheckpointError as problem:
                 invalid[name] = str(problem)
     if config.resume not in RESUME_WORDS:
-        place = ranks.ask_first(lambda: locate(config, storage))
+        location = ranks.ask_first(lambda: locate(config, storage))
         try:
-            return place, read(open_storage(place.where), place.name)
+            return location, read(open_storage(location.where), location.name)
         except InvalidCheckpointError as problem:
-            sentence = invalid_checkpoint(config, place, str(problem))
+            sentence = invalid_checkpoint(config, location, str(problem))
             raise ConfigError(ranks.broadcast(sentence)) from problem
     if not restarted:
         ranks.ask_first(lambda: check_not_taken(config, storage))
@@ -140,19 +140,19 @@ def locate(config: CheckpointConfig, storage: Storage | None) -> NamedCheckpoint
     ``storage`` holds the run's own checkpoints, if any. ConfigError if there is none, or if
     ``auto`` would later resume from another checkpoint than this run's last.
     """
-    found = find_checkpoint(config.resume)
-    if found is None:
+    checkpoint = find_checkpoint(config.resume)
+    if checkpoint is None:
         raise ConfigError(
             f"checkpoint.resume={config.resume} holds no checkpoint; set it to never, auto or "
             "must, or to the folder of a checkpoint, of several, or of a run"
         )
-    place, name = found
+    folder, name = checkpoint
     if storage is None:
-        return NamedCheckpoint(place.where, name, own=False)
-    if isinstance(place, LocalStorage) and isinstance(storage, LocalStorage):
-        own = os.path.realpath(place.where) == os.path.realpath(storage.where)
+        return NamedCheckpoint(folder.where, name, own=False)
+    if isinstance(folder, LocalStorage) and isinstance(storage, LocalStorage):
+        own = os.path.realpath(folder.where) == os.path.realpath(storage.where)
     else:
-        own = place.where.rstrip("/") == storage.where.rstrip("/")
+        own = folder.where.rstrip("/") == storage.where.rstrip("/")
     newest = listing(Series(storage).newest_complete, storage)
     if newest is not None and not own:
         raise ConfigError(
@@ -166,28 +166,32 @@ def locate(config: CheckpointConfig, storage: Storage | None) -> NamedCheckpoint
             f"checkpoint.resume=auto would take; move the newer ones out of {storage.where}, or "
             "set metrics.run_dir or checkpoint.folder to another folder"
         )
-    return NamedCheckpoint(place.where, name, own)
+    return NamedCheckpoint(folder.where, name, own)
 
 
 def invalid_checkpoint(
-    config: CheckpointConfig, place: NamedCheckpoint, problem: str
+    config: CheckpointConfig, location: NamedCheckpoint, problem: str
 ) -> str:
     """Return the message that rejects an incomplete or damaged checkpoint named by the user."""
-    series = Series(open_storage(place.where))
+    series = Series(open_storage(location.where))
     older = None
     with suppress(OSError, UnreadableError):
         before = (
-            name for name in series.names() if known_step(name) < known_step(place.name)
+            name
+            for name in series.names()
+            if known_step(name) < known_step(location.name)
         )
         older = next(filter(series.is_complete, before), None)
     fix = (
-        f"set checkpoint.resume={place.where}/{older}" if older else "name another one"
+        f"set checkpoint.resume={location.where}/{older}"
+        if older
+        else "name another one"
     )
-    if older and place.own:
+    if older and location.own:
         fix = f"move it away and {fix}"
     return (
-        f"checkpoint.resume={config.resume} is refused: {place.name} in {place.where} {problem}; "
-        f"{fix}"
+        f"checkpoint.resume={config.resume} is refused: {location.name} in {location.where} "
+        f"{problem}; {fix}"
     )
 
 
@@ -219,7 +223,7 @@ def check_writable(storage: Storage) -> None:
             with suppress(FileNotFoundError, NotADirectoryError):
                 path.lstat()  # raises if a name of a missing folder is too long
             nearest = next(
-                place for place in (path, *path.parents) if os.path.lexists(place)
+                parent for parent in (path, *path.parents) if os.path.lexists(parent)
             )
             with tempfile.TemporaryFile(dir=nearest) as local:
                 local.write(b"x")
@@ -255,22 +259,22 @@ def listing(look: Callable[[], T], storage: Storage) -> T:
 
 def find_checkpoint(where: str) -> tuple[Storage, str] | None:
     """Return storage and name of the checkpoint that a path or URL refers to."""
-    given = where.rstrip("/")
-    parent, _, last = given.rpartition("/")
-    here = open_storage(given or "/")
+    path = where.rstrip("/")
+    parent, _, last = path.rpartition("/")
+    here = open_storage(path or "/")
 
     def look() -> tuple[Storage, str] | None:
         if step_of(last) is not None and (here.names() or here.exists("")):
-            return open_storage(parent or ("." if given == last else "/")), last
+            return open_storage(parent or ("." if path == last else "/")), last
         if MANIFEST_FILE in here.names():
             raise ConfigError(
                 f"checkpoint.resume={where} holds a checkpoint under another name than its own, "
                 f"step-…; give it the name that its {MANIFEST_FILE} says"
             )
-        for place in (here, open_storage(f"{given}/{RUN_FOLDER}")):
-            names = Series(place).names()
+        for storage in (here, open_storage(f"{path}/{RUN_FOLDER}")):
+            names = Series(storage).names()
             if names:
-                return place, names[0]
+                return storage, names[0]
         return None
 
     return listing(look, here)

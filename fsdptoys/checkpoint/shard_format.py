@@ -29,7 +29,8 @@ from fsdptoys.utils.sealed_folder import FileSum
 from fsdptoys.utils.text import one_line
 
 from .pinned_copy import BUFFER_BYTES, PinnedBuffers, byte_view, host_bytes
-from .safetensors_io import DTYPES, LONGEST_HEADER_BYTES, HeaderEntry, parse_header
+from .safetensors_header import LONGEST_HEADER_BYTES, HeaderEntry, parse_header
+from .safetensors_io import DTYPES
 from .storage import Storage, write_file
 
 CHUNK_DTYPES = {
@@ -52,8 +53,27 @@ INDEX_FILE = "tensors.json"
 FORMAT = 1
 LARGEST_INDEX_BYTES = 256 * 2**20
 MOST_DIMS = 64  # of a tensor, as in PyTorch
-FILE_NAME = re.compile(r"tensors-[0-9]{5,}\.safetensors")
 PIECE_BYTES = 16 * 2**20  # size of one write or read; object stores buffer that much
+
+
+class ShardFiles:
+    """Names of the files of a checkpoint's chunks.
+
+    Another layout of files changes this class only: a rank writes a file for each name that it
+    gets here.
+    """
+
+    PATTERN = re.compile(r"tensors-[0-9]{5,}\.safetensors")
+
+    @staticmethod
+    def file_of(rank: int, tensor: str) -> str:
+        """Return the file to which a rank writes its chunk of a tensor."""
+        return f"tensors-{rank:05d}.safetensors"
+
+    @classmethod
+    def has(cls, file: str) -> bool:
+        """Return whether ``file_of`` may return this name."""
+        return cls.PATTERN.fullmatch(file) is not None
 
 
 @dataclass(frozen=True)
@@ -109,7 +129,7 @@ def _checked(
 
 
 @dataclass(frozen=True)
-class ChunkPlace:
+class ChunkLocation:
     """Position of a chunk in its file."""
 
     where: str  # the file, for messages
@@ -117,9 +137,9 @@ class ChunkPlace:
     start: int  # offset of its first byte in the file
 
 
-def read_places(
+def read_locations(
     storage: Storage, path: str, forms: Mapping[str, ChunkForm]
-) -> dict[str, ChunkPlace]:
+) -> dict[str, ChunkLocation]:
     """Read the positions of the expected chunks from a file's header; a ConfigError names file and
     damage."""
     where = f"{storage.where}/{path}"
@@ -127,7 +147,7 @@ def read_places(
         with storage.reading(path) as file:
             entries = parse_header(file, storage.size(path))
         return {
-            key: ChunkPlace(where, form, _start(entries, key, form))
+            key: ChunkLocation(where, form, _start(entries, key, form))
             for key, form in forms.items()
         }
     except FileNotFoundError as error:
@@ -140,7 +160,7 @@ def read_places(
 
 def read_rows(
     file: BinaryIO,
-    place: ChunkPlace,
+    location: ChunkLocation,
     first: int,
     into: Tensor,
     buffers: PinnedBuffers | None = None,
@@ -149,29 +169,31 @@ def read_rows(
     the file ends early.
 
     ``into`` is a contiguous tensor of the chunk's dtype, [rows, the chunk's other dims]; a 0-dim
-    chunk has one row. It is on the CPU, or on the accelerator of ``buffers``, whose copies may be
+    chunk has one row. It is on the CPU, or on the accelerator of ``buffers``. Their copies may be
     unfinished on return.
     """
-    row_bytes = math.prod(place.form.shape[1:]) * place.form.dtype.itemsize
-    file.seek(place.start + first * row_bytes)
+    row_bytes = math.prod(location.form.shape[1:]) * location.form.dtype.itemsize
+    file.seek(location.start + first * row_bytes)
     content = byte_view(into)
     if buffers is None:
-        _read_bytes(file, place, content)
+        _read_bytes(file, location, content)
         return
     for part in content.split(BUFFER_BYTES):
         buffer = buffers.take(len(part))
-        _read_bytes(file, place, buffer)
+        _read_bytes(file, location, buffer)
         buffers.copy(part, buffer)
 
 
-def _read_bytes(file: BinaryIO, place: ChunkPlace, into: Tensor) -> None:
+def _read_bytes(file: BinaryIO, location: ChunkLocation, into: Tensor) -> None:
     for piece in _pieces(into):
-        done = 0
-        while done < len(piece):
-            count = file.readinto(piece[done:])  # type: ignore[attr-defined]
+        filled = 0
+        while filled < len(piece):
+            count = file.readinto(piece[filled:])  # type: ignore[attr-defined]
             if not count:
-                raise ConfigError(f"{place.where} ends early, and is damaged; {OLDER}")
-            done += count
+                raise ConfigError(
+                    f"{location.where} ends early, and is damaged; {OLDER}"
+                )
+            filled += count
 
 
 def _pieces(content_bytes: Tensor) -> Iterator[Any]:
@@ -191,7 +213,8 @@ def _pieces(content_bytes: Tensor) -> Iterator[Any]:
 
 def _start(entries: Mapping[str, HeaderEntry], key: str, form: ChunkForm) -> int:
     """Return the offset of a chunk's first byte in its file."""
-    entry, name = entries.get(key), one_line(key)
+    entry = entries.get(key)
+    name = one_line(key)
     if entry is None:
         raise ValueError(f"is damaged: its header does not list {name}")
     dtype = DTYPE_NAMES[form.dtype]
@@ -202,11 +225,6 @@ def _start(entries: Mapping[str, HeaderEntry], key: str, form: ChunkForm) -> int
             f"{list(form.shape)}"
         )
     return entry.start
-
-
-def file_name(rank: int) -> str:
-    """Return the name of a rank's file."""
-    return f"tensors-{rank:05d}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -239,8 +257,8 @@ def write_index(
     """Write the index of a checkpoint; ConfigError if it exceeds the size limit."""
     # The fields in their order; ``dataclasses.asdict`` would copy each.
     tree = {
-        name: vars(each) | {"chunks": list(map(vars, each.chunks))}
-        for name, each in sorted(tensors.items())
+        name: vars(tensor) | {"chunks": list(map(vars, tensor.chunks))}
+        for name, tensor in sorted(tensors.items())
     }
     text = json.dumps(
         {"format": FORMAT, "tensors": tree}, separators=(",", ":"), allow_nan=False
@@ -288,7 +306,9 @@ def _read_tensor(name: str, entry: Any) -> StoredTensor:
         name,
         entry,
     )
-    dtype, shape, chunks = entry["dtype"], entry["shape"], entry["chunks"]
+    dtype = entry["dtype"]
+    shape = entry["shape"]
+    chunks = entry["chunks"]
     _require(
         isinstance(dtype, str) and dtype in CHUNK_DTYPES and _is_sizes(shape),
         name,
@@ -316,19 +336,17 @@ def _read_chunk(name: str, entry: Any, dims: int) -> Chunk:
         name,
         entry,
     )
-    file, key, offsets, sizes = (
-        entry["file"],
-        entry["key"],
-        entry["offsets"],
-        entry["sizes"],
-    )
+    file = entry["file"]
+    key = entry["key"]
+    offsets = entry["offsets"]
+    sizes = entry["sizes"]
     _require(
         _is_sizes(offsets) and _is_sizes(sizes) and len(offsets) == len(sizes) == dims,
         name,
         entry,
     )
     _require(isinstance(key, str), name, entry)
-    if not isinstance(file, str) or not FILE_NAME.fullmatch(file):
+    if not isinstance(file, str) or not ShardFiles.has(file):
         raise ValueError(
             f"it says that {name!r:.100} is in {file!r:.100}, which is not the name of such a file"
         )

@@ -12,7 +12,7 @@ what is read, and detection of incomplete folders (see ``manifest``).
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 from typing import BinaryIO, NamedTuple
 
@@ -34,7 +34,8 @@ from .shard_format import (
     INDEX_FILE,
     Chunk,
     ChunkForm,
-    ChunkPlace,
+    ChunkLocation,
+    ShardFiles,
     StoredTensor,
 )
 from .storage import Storage
@@ -42,6 +43,10 @@ from .storage import Storage
 GatherFull = Callable[[dict[str, Tensor]], Iterator[tuple[str, Tensor | None]]]
 """Gathers tensors one by one: yields the name, and the full CPU tensor on rank 0, None
 elsewhere."""
+
+
+MOST_LEVELS = 64
+"""Dots in the name of an optimizer's state; a damaged index may have thousands."""
 
 
 def save_tensors(
@@ -60,18 +65,13 @@ def save_tensors(
     is raised on this rank only.
     """
     ranks = Ranks(group)
-    file = shard_format.file_name(ranks.rank)
     offers: dict[str, StoredTensor] = {}
     if gather_full is None or ranks.rank == 0:
         for name, tensor in tensors.items():
-            offers[name] = _offer(file, name, tensor, in_full=gather_full is not None)
+            offers[name] = _offer(name, tensor, in_full=gather_full is not None)
     index, shares = _choose(ranks.gather(offers), ranks.size)
     share: list[str] = ranks.scatter(shares)
-    names = _in_file_order(tensors, share)
-    forms = {}
-    for name in names:
-        chunk = offers[name].chunks[0]
-        forms[chunk.key] = ChunkForm(tensors[name].dtype, chunk.sizes)
+    names = _in_file_order(ranks.rank, tensors, share)
     if gather_full is None:
         contents: Iterator[Tensor | None] = (
             local_tensor(tensors[name]) for name in names
@@ -80,9 +80,18 @@ def save_tensors(
         contents = _gathered(tensors, gather_full)
     sums: dict[str, FileSum] = {}
     try:
-        if forms:
+        for file, of_file in itertools.groupby(
+            names, lambda name: ShardFiles.file_of(ranks.rank, name)
+        ):
+            forms = {}
+            for name in of_file:
+                chunk = offers[name].chunks[0]
+                forms[chunk.key] = ChunkForm(tensors[name].dtype, chunk.sizes)
             sums[file] = shard_format.write_chunks(
-                storage, f"{folder}/{file}", forms, contents
+                storage,
+                f"{folder}/{file}",
+                forms,
+                itertools.islice(contents, len(forms)),
             )
         if ranks.rank == 0:
             sums[INDEX_FILE] = shard_format.write_index(storage, folder, index)
@@ -93,16 +102,16 @@ def save_tensors(
     return sums
 
 
-def _offer(file: str, name: str, tensor: Tensor, in_full: bool) -> StoredTensor:
-    """Describe a tensor, with this rank's part as its only chunk; without a chunk for an empty part
-    of a larger tensor."""
+def _offer(name: str, tensor: Tensor, in_full: bool) -> StoredTensor:
+    """Describe a tensor, with this rank's part as its only chunk, in no file yet; without a chunk
+    for an empty part of a larger tensor."""
     shape = tuple(tensor.shape)
     bounds = tuple((0, size) for size in shape) if in_full else local_bounds(tensor)
     offsets = tuple(low for low, _ in bounds)
     sizes = tuple(high - low for low, high in bounds)
     key = name if sizes == shape else f"{name}@{','.join(map(str, offsets))}"
     is_offered = 0 not in sizes or 0 in shape
-    chunks = (Chunk(file, key, offsets, sizes),) if is_offered else ()
+    chunks = (Chunk("", key, offsets, sizes),) if is_offered else ()
     return StoredTensor(DTYPE_NAMES[tensor.dtype], shape, chunks)
 
 
@@ -121,8 +130,7 @@ def _choose(
         for name, tensor in offer.items():
             tensors.setdefault(name, tensor)
             for chunk in tensor.chunks:
-                anywhere = replace(chunk, file="")
-                holders.setdefault(name, {}).setdefault(anywhere, []).append(rank)
+                holders.setdefault(name, {}).setdefault(chunk, []).append(rank)
     written_bytes = [0] * ranks
     shares: list[list[str]] = [[] for _ in range(ranks)]
     index = {}
@@ -132,23 +140,35 @@ def _choose(
             rank = min(ranks_by_chunk[chunk], key=lambda rank: written_bytes[rank])
             written_bytes[rank] += replace(tensors[name], shape=chunk.sizes).nbytes
             shares[rank].append(name)
-            chunks.append(replace(chunk, file=shard_format.file_name(rank)))
+            chunks.append(replace(chunk, file=ShardFiles.file_of(rank, name)))
         index[name] = replace(tensors[name], chunks=tuple(chunks))
     return index, shares
 
 
-def _in_file_order(tensors: dict[str, Tensor], names: Iterable[str]) -> list[str]:
-    """Sort names by descending element size, which aligns each chunk to its dtype."""
-    return sorted(names, key=lambda name: (-tensors[name].dtype.itemsize, name))
+def _in_file_order(
+    rank: int, tensors: dict[str, Tensor], names: Iterable[str]
+) -> list[str]:
+    """Sort the names by which a rank writes: by file, and there by descending element size, which
+    aligns each chunk to its dtype."""
+    return sorted(
+        names,
+        key=lambda name: (
+            ShardFiles.file_of(rank, name),
+            -tensors[name].dtype.itemsize,
+            name,
+        ),
+    )
 
 
 def _gathered(
     tensors: dict[str, Tensor], gather_full: GatherFull
 ) -> Iterator[Tensor | None]:
-    """Yield full tensors in file order; ``gather_full`` may sort what it is given by name."""
-    ordered = _in_file_order(tensors, tensors)
+    """Yield full tensors in rank 0's file order; ``gather_full`` may sort what it is given by
+    name."""
+    ordered = _in_file_order(0, tensors, tensors)
     for _, names in itertools.groupby(
-        ordered, key=lambda name: tensors[name].dtype.itemsize
+        ordered,
+        lambda name: (ShardFiles.file_of(0, name), tensors[name].dtype.itemsize),
     ):
         for _, tensor in gather_full({name: tensors[name] for name in names}):
             yield tensor
@@ -168,26 +188,28 @@ def load_tensors(
     folder: str,
     tensors: dict[str, Tensor],
     group: dist.ProcessGroup | None,
+    weights_only: bool = False,
 ) -> None:
     """Fill tensors in place from a folder that any number of ranks saved. Collective; ``group`` as
     in ``save_tensors``.
 
     ``tensors`` have the saved dtypes and shapes, and any layout; ranks may have others, and the
     folder may hold more. ConfigError on all ranks, before anything is filled, if a tensor is
-    missing or differs in dtype or shape, or if the index or a header is damaged; OSError on all
-    ranks if a file cannot be read.
+    missing or differs in dtype or shape, if the index or a header is damaged, or if a parameter's
+    optimizer states are left out without ``weights_only``; OSError on all ranks if a file cannot be
+    read.
     """
     ranks = Ranks(group)
-    parts = ranks.on_all(lambda: _parts_by_file(storage, folder, tensors))
-    places = ranks.on_all(lambda: _locate(storage, folder, parts))
-    ranks.on_all(lambda: _read(storage, folder, parts, places))
+    parts = ranks.on_all(lambda: _parts_by_file(storage, folder, tensors, weights_only))
+    located = ranks.on_all(lambda: _locate(storage, folder, parts))
+    ranks.on_all(lambda: _read(storage, folder, located))
 
 
 def _parts_by_file(
-    storage: Storage, folder: str, tensors: dict[str, Tensor]
+    storage: Storage, folder: str, tensors: dict[str, Tensor], weights_only: bool
 ) -> dict[str, list[Part]]:
     """Read the index; return what this rank reads from each file. ConfigError if a tensor is
-    missing or has another form."""
+    missing or has another form, or a state would be left out."""
     where = f"{storage.where}/{folder}"
     index = shard_format.read_index(storage, folder)
     missing = sorted(tensors.keys() - index.keys())
@@ -196,6 +218,15 @@ def _parts_by_file(
         raise ConfigError(
             f"{where} holds no {missing[0]}{more}, which this run has; resume with the model and "
             "the optimizer that it was saved with"
+        )
+    states = sorted(
+        name for name in index.keys() - tensors.keys() if parameter_of(name, tensors)
+    )
+    if states and not weights_only:
+        more = f" and {len(states) - 1} others" if states[1:] else ""
+        raise ConfigError(
+            f"{where} holds {states[0]}{more}, a state that this run's optimizer does not have; "
+            "resume with the optimizer and the settings that it was saved with"
         )
     parts: dict[str, list[Part]] = {}
     for name, tensor in tensors.items():
@@ -230,6 +261,17 @@ def _parts_by_file(
     return parts
 
 
+def parameter_of(name: str, names: Container[str]) -> str | None:
+    """Return the parameter of an optimizer state; None for other tensors, and for parameters that
+    are not among ``names``."""
+    group, _, param = name.partition(".")
+    for _ in range(MOST_LEVELS if group == "optim" else 0):
+        param = param.rpartition(".")[0]
+        if f"model.{param}" in names:
+            return param
+    return None
+
+
 def _text(dtype: str, shape: tuple[int, ...]) -> str:
     return (
         f"{dtype} of shape {shape_text(shape)}"
@@ -240,46 +282,43 @@ def _text(dtype: str, shape: tuple[int, ...]) -> str:
 
 def _locate(
     storage: Storage, folder: str, parts: dict[str, list[Part]]
-) -> dict[str, dict[str, ChunkPlace]]:
-    """Read the headers of the files of some parts; return file → key → place."""
-    places = {}
+) -> dict[str, list[tuple[ChunkLocation, Part]]]:
+    """Read the headers of the files of some parts; return the parts of each file in its order."""
+    located = {}
     for file, of_file in parts.items():
         forms = {part.key: part.form for part in of_file}
-        places[file] = shard_format.read_places(storage, f"{folder}/{file}", forms)
-    return places
+        locations = shard_format.read_locations(storage, f"{folder}/{file}", forms)
+        pairs = [(locations[part.key], part) for part in of_file]
+        located[file] = sorted(pairs, key=lambda pair: pair[0].start)
+    return located
 
 
 def _read(
-    storage: Storage,
-    folder: str,
-    parts: dict[str, list[Part]],
-    places: dict[str, dict[str, ChunkPlace]],
+    storage: Storage, folder: str, located: dict[str, list[tuple[ChunkLocation, Part]]]
 ) -> None:
-    """Read parts file by file, in file order."""
     buffers: PinnedBuffers | None = None
-    for file, of_file in parts.items():
+    for file, pairs in located.items():
         with storage.reading(f"{folder}/{file}") as opened:
-            for part in sorted(of_file, key=lambda part: places[file][part.key].start):
+            for location, part in pairs:
                 on_device = is_accelerator(part.into.device)
                 if on_device and buffers is None:
                     buffers = PinnedBuffers(part.into.device)
-                place = places[file][part.key]
-                _read_part(opened, place, part, buffers if on_device else None)
+                _read_part(opened, location, part, buffers if on_device else None)
     if buffers is not None:
         buffers.finish()
 
 
 def _read_part(
-    file: BinaryIO, place: ChunkPlace, part: Part, buffers: PinnedBuffers | None
+    file: BinaryIO, location: ChunkLocation, part: Part, buffers: PinnedBuffers | None
 ) -> None:
     into = part.into
     shape = part.form.shape
     first = part.offsets[0] if shape else 0
     if into.shape[1:] == shape[1:] and into.is_contiguous():
-        shard_format.read_rows(file, place, first, into, buffers)
+        shard_format.read_rows(file, location, first, into, buffers)
         return
     rows = torch.empty((into.shape[0], *shape[1:]), dtype=part.form.dtype)
-    shard_format.read_rows(file, place, first, rows)
+    shard_format.read_rows(file, location, first, rows)
     for dim, (offset, length) in enumerate(zip(part.offsets, into.shape, strict=True)):
         if dim:
             rows = rows.narrow(dim, offset, length)

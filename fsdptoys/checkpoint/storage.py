@@ -139,74 +139,74 @@ class LocalStorage(Storage):
     def names(self, folder: str = "") -> list[str]:
         """See Storage."""
         try:
-            return sorted(os.listdir(self._place(folder)))
+            return sorted(os.listdir(self._resolve(folder)))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def exists(self, path: str) -> bool:
         """See Storage."""
         try:
-            self._place(path).stat()
+            self._resolve(path).stat()
         except (FileNotFoundError, NotADirectoryError):
             return False
         return True
 
     def size(self, path: str) -> int:
         """See Storage."""
-        return self._place(path).stat().st_size
+        return self._resolve(path).stat().st_size
 
     def modified(self, path: str) -> float:
         """See Storage."""
-        return self._place(path).stat().st_mtime
+        return self._resolve(path).stat().st_mtime
 
     def reading(self, path: str) -> AbstractContextManager[BinaryIO]:
         """See Storage. Unbuffered, so that large reads are not copied and small ones read no extra
         bytes."""
-        return cast(BinaryIO, open_regular(self._place(path), "rb", buffering=0))
+        return cast(BinaryIO, open_regular(self._resolve(path), "rb", buffering=0))
 
     @contextmanager
     def writing(self, path: str) -> Iterator[BinaryIO]:
         """See Storage."""
-        place = self._place(path)
+        target = self._resolve(path)
         try:
-            with open_regular(place, "wb") as file:
+            with open_regular(target, "wb") as file:
                 yield cast(BinaryIO, file)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             # Only errors of open() include the file name.
             if error.errno is not None and error.filename is None:
-                error.filename = str(place)
+                error.filename = str(target)
             raise
 
     def make(self, folder: str) -> None:
         """See Storage."""
-        place = self._place(folder)
-        made = [
-            path for path in (place, *place.absolute().parents) if not path.exists()
+        target = self._resolve(folder)
+        missing = [
+            path for path in (target, *target.absolute().parents) if not path.exists()
         ]
-        place.mkdir(parents=True, exist_ok=True)
-        for path in made:
+        target.mkdir(parents=True, exist_ok=True)
+        for path in missing:
             sync_to_disk(path.absolute().parent)
 
     def sync(self, folder: str) -> None:
         """See Storage."""
-        sync_to_disk(self._place(folder))
+        sync_to_disk(self._resolve(folder))
 
     def rename(self, old: str, new: str) -> None:
         """See Storage."""
-        os.replace(self._place(old), self._place(new))
+        os.replace(self._resolve(old), self._resolve(new))
 
     def remove(self, path: str) -> None:
         """See Storage. Removes a symbolic link, not its target."""
-        place = self._place(path)
+        target = self._resolve(path)
         with suppress(FileNotFoundError):
-            if place.is_dir() and not place.is_symlink():
-                shutil.rmtree(place)
+            if target.is_dir() and not target.is_symlink():
+                shutil.rmtree(target)
             else:
-                place.unlink()
+                target.unlink()
 
-    def _place(self, path: str) -> Path:
+    def _resolve(self, path: str) -> Path:
         return self._root / _checked(path)
 
 
@@ -252,16 +252,16 @@ class UrlStorage(Storage):
 
     def names(self, folder: str = "") -> list[str]:
         """See Storage."""
-        place = self._place(folder)
+        target = self._resolve(folder)
         with _os_errors():
             try:
-                paths = self._files.ls(place, detail=False)
+                paths = self._files.ls(target, detail=False)
             except (FileNotFoundError, NotADirectoryError):
                 return []
         # Object stores may keep an empty object under the folder's name, and list a file as its own
         # content.
         inner = [
-            path.rstrip("/") for path in paths if path.strip("/") != place.strip("/")
+            path.rstrip("/") for path in paths if path.strip("/") != target.strip("/")
         ]
         return sorted({path.rsplit("/", 1)[-1] for path in inner})
 
@@ -270,7 +270,7 @@ class UrlStorage(Storage):
         # fsspec's exists() returns False for an unreachable server.
         try:
             with _os_errors():
-                self._files.info(self._place(path))
+                self._files.info(self._resolve(path))
         except (FileNotFoundError, NotADirectoryError):
             return False
         return True
@@ -278,24 +278,24 @@ class UrlStorage(Storage):
     def size(self, path: str) -> int:
         """See Storage."""
         with _os_errors():
-            return int(self._files.info(self._place(path))["size"])
+            return int(self._files.info(self._resolve(path))["size"])
 
     def modified(self, path: str) -> float | None:
         """See Storage."""
         with suppress(OSError), _os_errors():
-            return float(self._files.modified(self._place(path)).timestamp())
+            return float(self._files.modified(self._resolve(path)).timestamp())
         return None
 
     def reading(self, path: str) -> AbstractContextManager[BinaryIO]:
         """See Storage."""
         with _os_errors():
-            return cast(BinaryIO, _UrlFile(self._files.open(self._place(path), "rb")))
+            return cast(BinaryIO, _UrlFile(self._files.open(self._resolve(path), "rb")))
 
     @contextmanager
     def writing(self, path: str) -> Iterator[BinaryIO]:
         """See Storage. After an error a partial upload may remain; the caller removes it."""
         with _os_errors():
-            file: Any = _UrlFile(self._files.open(self._place(path), "wb"))
+            file: Any = _UrlFile(self._files.open(self._resolve(path), "wb"))
         try:
             yield file
         except BaseException:
@@ -307,7 +307,7 @@ class UrlStorage(Storage):
     def make(self, folder: str) -> None:
         """See Storage."""
         with _os_errors():
-            self._files.makedirs(self._place(folder), exist_ok=True)
+            self._files.makedirs(self._resolve(folder), exist_ok=True)
 
     def sync(self, folder: str) -> None:
         """See Storage. Does nothing: closed files are assumed durable."""
@@ -319,11 +319,12 @@ class UrlStorage(Storage):
     def remove(self, path: str) -> None:
         """See Storage."""
         with _os_errors(), suppress(FileNotFoundError):
-            self._files.rm(self._place(path), recursive=True)
+            self._files.rm(self._resolve(path), recursive=True)
 
     def move(self, old: str, new: str) -> None:
         """See Storage."""
-        source, target = self._place(old), self._place(new)
+        source = self._resolve(old)
+        target = self._resolve(new)
         with _os_errors():
             try:
                 for path in self._files.find(source):
@@ -338,7 +339,7 @@ class UrlStorage(Storage):
                 raise
             self._files.rm(source, recursive=True)
 
-    def _place(self, path: str) -> str:
+    def _resolve(self, path: str) -> str:
         return f"{self._root.rstrip('/')}/{_checked(path)}".rstrip("/") or "/"
 
 

@@ -65,13 +65,13 @@ class RunWeights:
     """
 
     def __init__(self, path: str | Path) -> None:
-        given = Path(path).expanduser()
-        if not given.is_dir():
+        folder = Path(path).expanduser()
+        if not folder.is_dir():
             raise ConfigError(
                 f"{path} is not a folder, and the directory of a run is expected; name one"
             )
-        is_run = (given / CONFIG_FILE).exists() or (given / WEIGHTS_FOLDER).exists()
-        self.path = given / WEIGHTS_FOLDER if is_run else given
+        is_run = (folder / CONFIG_FILE).exists() or (folder / WEIGHTS_FOLDER).exists()
+        self.path = folder / WEIGHTS_FOLDER if is_run else folder
         if not any(self.path.glob(f"{STEM}*.safetensors*")):
             raise ConfigError(
                 f"{path} holds no weights; train with checkpoint.final_weights=true"
@@ -153,29 +153,29 @@ class CheckpointWeights:
                     f"{where} holds neither checkpoints nor the trained weights; train with "
                     "checkpoint.final_weights=true, which keeps them"
                 )
-            place = locate(CheckpointConfig(resume=where), None)
+            location = locate(CheckpointConfig(resume=where), None)
         except ConfigError as error:
             raise ConfigError(str(error).removeprefix("checkpoint.resume=")) from error
         try:
             self._checkpoint = read_checkpoint(
-                Ranks(None), open_storage(place.where), place.name
+                Ranks(None), open_storage(location.where), location.name
             )
         except InvalidCheckpointError as problem:
             raise ConfigError(
-                f"{where}: {place.name} {problem}; name another checkpoint"
+                f"{where}: {location.name} {problem}; name another checkpoint"
             ) from problem
-        self.name = place.name
+        self.name = location.name
         settings = self._checkpoint.facts.get("config")
         self.settings: dict[str, Any] = settings if isinstance(settings, dict) else {}
         self.config = model_config_of(
             self.settings.get("model"),
-            f"{where}: {place.name}",
+            f"{where}: {location.name}",
             "name another checkpoint",
         )
         tune = self.settings.get("tune")
         if isinstance(tune, dict) and tune.get("name") == "lora":
             raise ConfigError(
-                f"{where}: {place.name} holds adapters without the weights that they are added "
+                f"{where}: {location.name} holds adapters without the weights that they are added "
                 "to; train to the end with checkpoint.final_weights=true, and name the run"
             )
         self._shapes = _shapes_of(self.config)
@@ -188,5 +188,5 @@ class CheckpointWeights:
 
     def _load(self, name: str) -> Tensor:
         whole = torch.empty(self._shapes[name])
-        self._checkpoint.load({f"model.{name}": whole})
+        self._checkpoint.load({f"model.{name}": whole}, weights_only=True)
         return whole

@@ -13,8 +13,9 @@ An optimizer before its first step gets the states that this step would start fr
 without a step counter they are -0.0, the neutral element of addition: PyTorch's SGD copies its
 first gradient, and 0.0 would turn a gradient of -0.0 into 0.0.
 
-Not covered: optimizer states that are not tensors, or of another shape than their parameter or a
-number. An optimizer not derived from one of PyTorch's must show its states before its first step.
+Optimizer states must be tensors of their parameter's shape or numbers; others are refused. An
+optimizer not derived from one of PyTorch's that creates its states in its first step is saved
+without them before that, and gets those of a checkpoint before it is loaded.
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdptoys.device import Streams, in_host_place, is_accelerator
+from fsdptoys.errors import ConfigError
 from fsdptoys.models.nf4 import is_packed
 from fsdptoys.utils.dtensor import (
     full_tensor,
@@ -40,6 +42,9 @@ NamedParameters = Callable[[], Iterable[tuple[str, nn.Parameter]]]
 """Returns the optimizer's parameters by name, in the order of the model."""
 Load = Callable[[dict[str, Tensor]], None]
 """Fills every tensor in place."""
+ReadStates = Callable[[], dict[str, dict[str, Tensor]]]
+"""Returns the saved parameters with an example of each of their states by its name: without dims
+for a number, otherwise for the parameter's shape."""
 Spread = Callable[[str, Tensor], Tensor]
 """Maps a parameter's name, and the parameter or one of its states, to the tensor to save."""
 
@@ -93,11 +98,17 @@ class State:
 
 
 def state_tensors(name: str, state: dict[str, Any]) -> dict[str, Tensor]:
-    """Tensors of a parameter's optimizer state."""
+    """Tensors of a parameter's optimizer state; ConfigError for a value that is none."""
+    for kind, value in state.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise ConfigError(
+                f"the optimizer keeps {kind} of {name} as {type(value).__name__}, which no "
+                "checkpoint holds; keep it as a tensor of one number"
+            )
     return {
         f"optim.{name}.{kind}": value
         for kind, value in state.items()
-        if isinstance(value, Tensor)
+        if value is not None
     }
 
 
@@ -150,26 +161,55 @@ def host_copy(
 
 
 def settle(optimizer: torch.optim.Optimizer) -> None:
-    """Finish pending updates, and create the optimizer's missing states."""
+    """Finish pending updates, and create the missing states of one of PyTorch's optimizers."""
     optimizer.state_dict()  # of a BucketedOptimizer: finishes updates
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    without = [param for param in params if _lacks_states(optimizer, param)]
+    examples = kept_states(optimizer) if without and _is_of_torch(optimizer) else {}
+    for param in without:
+        _create_states(optimizer, param, examples)
+
+
+def create_stored_states(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    read_states: ReadStates,
+) -> None:
+    """Create the states that a checkpoint has and that an optimizer not of PyTorch's creates in its
+    first step only. A collective.
+
+    A parameter with another name, such as FSDP1's flat ones, gets the states of all parameters.
+    """
+    settle(optimizer)
+    if _is_of_torch(optimizer):
+        return
+    stored = read_states()
+    of_all = {
+        kind: state for states in stored.values() for kind, state in states.items()
+    }
+    for name, param in named_parameters:
+        if _lacks_states(optimizer, param):
+            _create_states(optimizer, param, stored.get(name, of_all))
+
+
+def _lacks_states(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> bool:
     # FSDP1 keeps no state on a rank whose shard of a parameter is empty.
-    params = [
-        param
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if param.numel()
-    ]
-    without = [param for param in params if not optimizer.state.get(param)]
-    kinds = kept_states(optimizer) if without and _is_of_torch(optimizer) else {}
-    nothing = 0.0 if any(not example.ndim for example in kinds.values()) else -0.0
-    for param in without if kinds else []:
-        for kind, example in kinds.items():
-            state = torch.zeros_like(
-                param.detach() if example.ndim else example, dtype=example.dtype
-            )
-            if example.ndim:
-                local_tensor(state).fill_(nothing)
-            optimizer.state[param][kind] = state
+    return bool(param.numel()) and not optimizer.state.get(param)
+
+
+def _create_states(
+    optimizer: torch.optim.Optimizer, param: nn.Parameter, examples: dict[str, Tensor]
+) -> None:
+    """Create a parameter's states. An example is of one number, or stands for the parameter's
+    shape."""
+    nothing = 0.0 if any(not example.ndim for example in examples.values()) else -0.0
+    for kind, example in examples.items():
+        if example.ndim:
+            state = torch.zeros_like(param.detach(), dtype=example.dtype)
+            local_tensor(state).fill_(nothing)
+        else:
+            state = torch.zeros((), dtype=example.dtype, device=example.device)
+        optimizer.state[param][kind] = state
 
 
 def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:

@@ -43,7 +43,7 @@ from .gradient_norms import MapParts, norms_in, norms_in_float32, scale_gradient
 from .init_weights import ParamInit
 from .mesh import CONTEXT_AXIS, Axes
 from .pipeline import Pipeline, PipelinedModel
-from .state import Load, State
+from .state import Load, ReadStates, State, create_stored_states
 from .world import World as World
 from .wrap import UnitParams
 from .wrap import own_parameters as own_parameters
@@ -201,9 +201,18 @@ class Strategy(ABC):
         return self.state(optimizer).tensors()
 
     @torch.no_grad()
-    def load_state_tensors(self, optimizer: torch.optim.Optimizer, load: Load) -> None:
+    def load_state_tensors(
+        self,
+        optimizer: torch.optim.Optimizer,
+        load: Load,
+        read_states: ReadStates = dict,
+    ) -> None:
         """Fill ``state_tensors`` in place with ``load``, and install them; half of them if it
-        raises. A collective."""
+        raises. A collective.
+
+        The optimizer gets the states of ``read_states`` that it would create later.
+        """
+        create_stored_states(optimizer, self.trainable_parameters(), read_states)
         state = self.state(optimizer)
         tensors = state.tensors()
         load(tensors)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fsdptoys.checkpoint import Checkpoint, Checkpointer
 from fsdptoys.config.schema import Config
-from fsdptoys.errors import GivenUpError
+from fsdptoys.errors import ConfigError, GivenUpError
 from fsdptoys.metrics import (
     COLLECTIVES_FILE,
     PROFILE_FOLDER,
@@ -251,13 +251,11 @@ class Run:
                 f"the global batch was {before} sequences and is {now}, so the steps differ from "
                 "those of the uninterrupted run; train.batch_size and train.grad_accum set it"
             )
-        if self.rank == 0 and checkpoint.step < config.train.steps:
-            set_weights_aside(self.run_dir)
-        trainer.load_state_dict(checkpoint.facts, checkpoint.load)
-        self._restore_random_states(checkpoint)
-        self._resumed = ResumePoint(
-            checkpoint.step, checkpoint.facts["metrics"], checkpoint.name
-        )
+        if self.rank == 0 and found.step < config.train.steps:
+            self._set_weights_aside()
+        trainer.load_state_dict(found.facts, found.load, found.read_states)
+        self._restore_random_states(found)
+        self._resumed = ResumePoint(found.step, found.facts["metrics"], found.name)
 
     def _restore_random_states(self, checkpoint: Checkpoint) -> None:
         """Restore each rank's generators; rank 0 reports the ranks that start from the seed
@@ -366,6 +364,13 @@ class Run:
         facts = run_facts(self.config, self.world_size) | trainer.state_dict()
         facts["metrics"] = self._recorder.offsets() if self._recorder else {}
         tensors = trainer.strategy.state_tensors(trainer.optimizer)
+        has_updated = trainer.steps_done > trainer.skipped.in_all
+        has_states = any(name.startswith("optim.") for name in tensors)
+        if has_updated and self.config.optim.state_widths and not has_states:
+            raise ConfigError(
+                f"optim={self.config.optim.name} has states by its state_widths, but its optimizer "
+                "shows none to save; keep them in its attribute state, by parameter"
+            )
         # The cause may be older than the oldest checkpoint kept.
         prunes = stop is None or not stop.gave_up
         self._saved = self.checkpoints.save(

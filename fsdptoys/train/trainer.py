@@ -20,6 +20,7 @@ from fsdptoys.metrics import StepMetrics
 from fsdptoys.metrics.compilation import CompilationWatch
 from fsdptoys.optim.config import build_schedule, set_schedule
 from fsdptoys.parallel import ParamInit
+from fsdptoys.parallel.state import ReadStates
 from fsdptoys.patches import apply_patches
 from fsdptoys.profiler import Profiler, explain_out_of_memory
 
@@ -222,15 +223,21 @@ class Trainer:
         }
 
     def load_state_dict(
-        self, state: dict[str, Any], load: Callable[[dict[str, Tensor]], None]
+        self,
+        state: dict[str, Any],
+        load: Callable[[dict[str, Tensor]], None],
+        read_states: ReadStates = dict,
     ) -> None:
         """Resume from a ``state_dict``; ConfigError if the data or the tensors differ from the
         checkpoint's.
 
-        ``load`` fills tensors, given by name, with their saved values.
+        ``load`` fills tensors, given by name, with their saved values; ``read_states`` as for
+        ``Strategy.load_state_tensors``.
         """
         restore_position(self.data.batches, state, self.config)
-        self.strategy.load_state_tensors(self.optimizer, load)
+        if not self.config.optim.state_widths:
+            read_states = dict  # ``load`` refuses states that nothing uses
+        self.strategy.load_state_tensors(self.optimizer, load, read_states)
         self.stepper.after_update()
         self.steps_done = state["step"]
         set_schedule(self.schedule, self.steps_done)

@@ -27,8 +27,8 @@ def without_retry_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def memory_folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory, where syncs are free; a killed process needs no syncs."""
+    """A folder in memory with free syncs; a killed process needs none."""
     memory = Path("/dev/shm")
-    place = memory if os.access(memory, os.W_OK) else tmp_path
-    with tempfile.TemporaryDirectory(dir=place) as folder:
+    parent = memory if os.access(memory, os.W_OK) else tmp_path
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
         yield Path(folder)

@@ -1,4 +1,4 @@
-"""Saves of a small checkpoint whose parts all hold one value."""
+"""Saves of a small checkpoint with one value in all parts."""
 
 import torch
 

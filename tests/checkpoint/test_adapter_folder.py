@@ -66,7 +66,7 @@ def test_adapters_of_peft_compute_and_learn_the_same(case: str, tmp_path: Path) 
     """Oracle: peft's model: logits; gradients, and adapters after a step of AdamW, to 1e-5 of each
     one's norm.
 
-    GPT-2's queries, keys and values share one A there, whose gradient is the sum of ours.
+    GPT-2's queries, keys and values share one A there; its gradient is the sum of ours.
     """
     peft, base, model = with_peft(case, tmp_path)
     settings = peft.LoraConfig(
@@ -78,46 +78,45 @@ def test_adapters_of_peft_compute_and_learn_the_same(case: str, tmp_path: Path) 
     oracle = peft.get_peft_model(base, settings)
     oracle.save_pretrained(tmp_path / "theirs")
     folder = fill(model, tmp_path / "theirs", OURS[case])
-    logits_BTV, oracle_logits_BTV = (
-        model(TOKENS_BT),
-        oracle(input_ids=TOKENS_BT, use_cache=False).logits,
-    )
+    logits_BTV = model(TOKENS_BT)
+    oracle_logits_BTV = oracle(input_ids=TOKENS_BT, use_cache=False).logits
     torch.testing.assert_close(logits_BTV, oracle_logits_BTV, rtol=1e-5, atol=1e-5)
-    for each in (logits_BTV, oracle_logits_BTV):
-        F.cross_entropy(each.flatten(0, 1), TOKENS_BT.flatten()).backward()
+    for output_BTV in (logits_BTV, oracle_logits_BTV):
+        F.cross_entropy(output_BTV.flatten(0, 1), TOKENS_BT.flatten()).backward()
 
     def compare(read: str) -> None:
         """Convert their values to our names through a folder, like the adapters."""
         oracle.save_pretrained(tmp_path / read)
         expected = adapted(model.config.build(), OURS[case])
         fill(expected, tmp_path / read, OURS[case])
-        ours, sums = dict(model.named_parameters()), dict[str, Tensor]()
+        params = dict(model.named_parameters())
+        sums = dict[str, Tensor]()
         for name, other in expected.named_parameters():
             if not is_adapter(name):
                 continue
-            found = ours[name].grad if read == "gradients" else ours[name].detach()
-            assert found is not None
+            value = params[name].grad if read == "gradients" else params[name].detach()
+            assert value is not None
             if (
                 ".lora_a." in name
-                and any(each in name for each in ("q_proj", "k_proj", "v_proj"))
+                and any(part in name for part in ("q_proj", "k_proj", "v_proj"))
                 and case == "gpt2"
             ):
                 key = name.rpartition(".attn.")[0]
-                sums[key] = sums.get(key, torch.zeros_like(found)) + found
+                sums[key] = sums.get(key, torch.zeros_like(value)) + value
                 if "v_proj" in name and read == "gradients":
                     assert (sums[key] - other).norm() <= 1e-5 * other.norm(), name
             else:
-                assert (found - other).norm() <= 1e-5 * other.norm(), name
+                assert (value - other).norm() <= 1e-5 * other.norm(), name
 
-    theirs = [param for param in oracle.parameters() if param.requires_grad]
-    kept = [param.detach().clone() for param in theirs]
+    oracle_params = [param for param in oracle.parameters() if param.requires_grad]
+    copies = [param.detach().clone() for param in oracle_params]
     with torch.no_grad():
-        for param in theirs:
+        for param in oracle_params:
             param.copy_(param.grad)
         compare("gradients")
-        for param, value in zip(theirs, kept, strict=True):
+        for param, value in zip(oracle_params, copies, strict=True):
             param.copy_(value)
-    for params in ([p for p in model.parameters() if p.requires_grad], theirs):
+    for params in ([p for p in model.parameters() if p.requires_grad], oracle_params):
         # A large epsilon: where a gradient is rounding noise, AdamW would make it a step of full
         # size.
         torch.optim.AdamW(params, lr=1e-2, eps=1e-3, weight_decay=0.1).step()
@@ -146,15 +145,15 @@ def test_patterns_mean_the_layers_that_peft_gives_them(tmp_path: Path) -> None:
         name: getattr(module, "scaling", None)
         for name, module in oracle.named_modules()
     }
-    theirs = {
+    expected = {
         name: scaling["default"]
         for name, scaling in layers.items()
         if isinstance(scaling, dict)
     }
-    found = {
-        folder._places[layer].module: scale for layer, scale in folder.scales.items()
+    scales = {
+        folder._locations[layer].module: scale for layer, scale in folder.scales.items()
     }
-    assert found == theirs and len(set(found.values())) == 3
+    assert scales == expected and len(set(scales.values())) == 3
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -189,13 +188,11 @@ def test_our_adapters_round_trip_bitwise(case: str, tmp_path: Path) -> None:
             if name.endswith("lora_b.weight"):
                 layer = name.removesuffix(".lora_b.weight")
                 weight = model.get_parameter(f"{layer}.weight").detach()
-                found, product = (
-                    weight.clone(),
-                    param @ again.get_parameter(f"{layer}.lora_a.weight"),
-                )
-                folder.merge(found, f"{layer}.weight")
+                merged = weight.clone()
+                product = param @ again.get_parameter(f"{layer}.lora_a.weight")
+                folder.merge(merged, f"{layer}.weight")
                 torch.testing.assert_close(
-                    found, weight + ALPHA / RANK * product.detach()
+                    merged, weight + ALPHA / RANK * product.detach()
                 )
 
 

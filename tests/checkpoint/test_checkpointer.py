@@ -92,8 +92,8 @@ def test_step_is_saved_once_per_run_and_earlier_runs_are_kept(tmp_path: Path) ->
     assert messages == [
         f"an earlier step-00000005 in {tmp_path} was renamed to step-00000005.replaced-1"
     ]
-    found = resume(tmp_path)[0]
-    assert found is not None and found.own_facts == {}
+    checkpoint = resume(tmp_path)[0]
+    assert checkpoint is not None and checkpoint.own_facts == {}
     assert sorted(os.listdir(tmp_path)) == [
         "latest",
         "step-00000005",
@@ -136,12 +136,12 @@ def test_asynchronous_save_waits_only_for_the_previous_save(
     reused."""
     gate = Gate(str(tmp_path))
     monkeypatch.setattr(keeper, "open_storage", lambda where: gate)
-    given: list[dict[str, Tensor] | None] = []
+    buffers: list[dict[str, Tensor] | None] = []
 
     def copy(
         tensors: dict[str, Tensor], into: dict[str, Tensor] | None
     ) -> dict[str, Tensor]:
-        given.append(into)
+        buffers.append(into)
         copies = into or {
             name: torch.empty_like(tensor) for name, tensor in tensors.items()
         }
@@ -163,13 +163,13 @@ def test_asynchronous_save_waits_only_for_the_previous_save(
     assert checkpoints.last_step == 1 and os.listdir(tmp_path) == []
     gate.opened.set()
     assert checkpoints.save(2, tensors, {}, {}) and checkpoints.finish()
-    assert given == [None, given[1]] and given[1] is not None
+    assert buffers == [None, buffers[1]] and buffers[1] is not None
     monkeypatch.undo()
     for name, value in ((ONE, 1.0), (TWO, 0.0)):
-        found, _ = resume(tmp_path / "new", f"{tmp_path}/{name}")
-        assert found is not None and found.name == name
+        checkpoint, _ = resume(tmp_path / "new", f"{tmp_path}/{name}")
+        assert checkpoint is not None and checkpoint.name == name
         loaded = {"a": torch.full((3,), 5.0)}
-        found.load(loaded)
+        checkpoint.load(loaded)
         assert loaded["a"].tolist() == [value] * 3
     gate.refusal = OSError(5, "Input/output error")
     assert checkpoints.save(3, tensors, {}, {}) and checkpoints.last_step == 3
@@ -278,8 +278,8 @@ def test_must_reports_skipped_checkpoints(series: Path, tmp_path: Path) -> None:
         f"{name} is incomplete: it has no manifest.json" for name in (THREE, TWO, ONE)
     ]
     assert f"in {folder} ({'; '.join(reasons)}); set" in refusal(folder, "must")
-    found, messages = resume(folder)
-    assert found is None and messages == [
+    checkpoint, messages = resume(folder)
+    assert checkpoint is None and messages == [
         f"{reason}, in {folder}; there is no older one" for reason in reasons
     ]
     assert resume(folder, "never")[0] is None
@@ -309,7 +309,8 @@ def test_retention_deletes_old_checkpoints_and_keeps_damaged_ones(
 ) -> None:
     """Oracle: the remaining names. Damaged, newer and other runs' checkpoints are neither counted
     nor deleted."""
-    folder, aside = tmp_path / "checkpoints", tmp_path / "aside"
+    folder = tmp_path / "checkpoints"
+    aside = tmp_path / "aside"
     make_series(folder, (1, 2, 3, 4, 5, 6, 9))
     (folder / "step-00000009").rename(aside)
     (folder / THREE / "manifest.json").unlink()
@@ -324,7 +325,7 @@ def test_retention_deletes_old_checkpoints_and_keeps_damaged_ones(
     check(checkpoints.resume(), 6)
     aside.rename(folder / "step-00000009")
     assert save(checkpoints, 7)
-    kept = [
+    names = [
         TWO,
         THREE,
         "step-00000004",
@@ -337,7 +338,7 @@ def test_retention_deletes_old_checkpoints_and_keeps_damaged_ones(
         ".something.partial",
         "latest",
         "notes.txt",
-        *kept,
+        *names,
     ]
 
     messages: list[str] = []
@@ -346,7 +347,7 @@ def test_retention_deletes_old_checkpoints_and_keeps_damaged_ones(
         ".something.partial",
         "latest",
         "notes.txt",
-        *kept,
+        *names,
         "step-00000010",
     ]
     for name in ("step-00000009", "step-00000010"):

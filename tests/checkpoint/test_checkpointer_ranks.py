@@ -52,19 +52,19 @@ def save(checkpoints: Checkpointer, step: int) -> bool:
     )
 
 
-def check_sharded(found: Checkpoint | None, step: int, dim: int) -> None:
+def check_sharded(checkpoint: Checkpoint | None, step: int, dim: int) -> None:
     """Check a checkpoint loaded into shards along ``dim``."""
-    assert found is not None and found.step == step
-    assert found.facts == facts(step) | {
+    assert checkpoint is not None and checkpoint.step == step
+    assert checkpoint.facts == facts(step) | {
         "step": step,
-        "world_size": found.facts["world_size"],
+        "world_size": checkpoint.facts["world_size"],
     }
     expected = full_tensors(step)
     tensors = distributed(
         {name: torch.full_like(tensor, 77) for name, tensor in expected.items()},
         [Shard(dim)],
     )
-    found.load(tensors)
+    checkpoint.load(tensors)
     for name, tensor in tensors.items():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         assert torch.equal(full, expected[name]), name
@@ -101,9 +101,11 @@ def train_while_saving(folder: Path) -> None:
                 dist.all_reduce(total)
                 assert (total == sum(range(dist.get_world_size()))).all()
         assert checkpoints.last_step == 3 and checkpoints.finish() and messages == []
-        found = make(folder / form.value, resume="must").resume()
-        check_sharded(found, 3, dim=1)
-        assert found is not None and found.own_facts == own_facts(3, dist.get_rank())
+        checkpoint = make(folder / form.value, resume="must").resume()
+        check_sharded(checkpoint, 3, dim=1)
+        assert checkpoint is not None and checkpoint.own_facts == own_facts(
+            3, dist.get_rank()
+        )
 
 
 def agree_on_a_failure(folder: Path) -> None:
@@ -118,9 +120,9 @@ def agree_on_a_failure(folder: Path) -> None:
     ]
     for name, rank, form in cases:
         for in_background in (False, True):
-            place = folder / f"{name} {rank} {form.value} {in_background}"
+            target = folder / f"{name} {rank} {form.value} {in_background}"
             messages: list[str] = []
-            checkpoints = make(place, messages, async_save=in_background, form=form)
+            checkpoints = make(target, messages, async_save=in_background, form=form)
             assert save(checkpoints, 1) and checkpoints.finish()
             refuses = dist.get_rank() == rank
             with (
@@ -131,18 +133,18 @@ def agree_on_a_failure(folder: Path) -> None:
                 assert save(checkpoints, 2) == in_background
                 assert not checkpoints.finish() and checkpoints.last_step == 1
             sentence = (
-                f"checkpoint of step 2 was not saved: Input/output error in {place} (rank "
+                f"checkpoint of step 2 was not saved: Input/output error in {target} (rank "
                 f"{rank}); the newest one is step-00000001; make it writable"
             )
             assert messages == ([sentence] if dist.get_rank() == 0 else []), messages
-            assert sorted(os.listdir(place)) == ["latest", "step-00000001"]
+            assert sorted(os.listdir(target)) == ["latest", "step-00000001"]
             dist.barrier()
             assert (
                 save(checkpoints, 2)
                 and checkpoints.finish()
                 and checkpoints.last_step == 2
             )
-            check_sharded(make(place, resume="auto").resume(), 2, dim=0)
+            check_sharded(make(target, resume="auto").resume(), 2, dim=0)
 
 
 def raise_on_all(folder: Path) -> None:
@@ -200,7 +202,7 @@ def agree_on_unreadable_files(folder: Path) -> None:
     for name, rank in (("rank-", last), ("tensors-", last), ("state", 0)):
         for times, loads in ((1, False), (9, False), (1, True), (99, True)):
             checkpoints = make(folder, resume="auto")
-            found = checkpoints.resume() if loads else None
+            checkpoint = checkpoints.resume() if loads else None
             pattern = "/tensors-[^/]*$" if loads else f"/{name}[^/]*$"
             refusals = times if dist.get_rank() == rank else 0
             sentence = ""
@@ -209,7 +211,7 @@ def agree_on_unreadable_files(folder: Path) -> None:
             ):
                 try:
                     if loads:
-                        check_sharded(found, 2, dim=1)
+                        check_sharded(checkpoint, 2, dim=1)
                     else:
                         checkpoints.resume()
                 except ConfigError as refused:
@@ -268,23 +270,25 @@ def test_checkpoint_loads_on_any_number_of_ranks(tmp_path: Path) -> None:
 
     def two(name: str) -> None:
         checkpoints = make(tmp_path / name, resume="auto")
-        found = checkpoints.resume()
-        check_sharded(found, 3, dim=1)
-        assert found is not None and found.own_facts is None
+        checkpoint = checkpoints.resume()
+        check_sharded(checkpoint, 3, dim=1)
+        assert checkpoint is not None and checkpoint.own_facts is None
         assert save(checkpoints, 4)
 
     run_ranks(4, four)
     make_series(tmp_path / "one", (3,))
     run_ranks(2, two, "four")
     run_ranks(2, two, "one")
-    found, _ = resume(tmp_path / "four")
+    checkpoint, _ = resume(tmp_path / "four")
     assert (
-        found is not None and found.own_facts is None and found.facts["world_size"] == 2
+        checkpoint is not None
+        and checkpoint.own_facts is None
+        and checkpoint.facts["world_size"] == 2
     )
     tensors = {
         name: torch.zeros_like(tensor) for name, tensor in full_tensors(4).items()
     }
-    found.load(tensors)
+    checkpoint.load(tensors)
     assert all(
         torch.equal(tensors[name], tensor) for name, tensor in full_tensors(4).items()
     )

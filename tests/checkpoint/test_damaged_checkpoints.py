@@ -143,9 +143,9 @@ def test_invalid_checkpoint_is_skipped_or_refused(
     folder = copied(series, tmp_path / "checkpoints")
     DAMAGES[case](folder)
     twice = case == "a renamed folder"
-    found, messages = resume(folder)
+    checkpoint, messages = resume(folder)
     whole, onward = (1, ONE) if twice else (2, TWO)
-    check(found, whole)
+    check(checkpoint, whole)
     assert re.fullmatch(
         rf"{THREE} {reason}(?: \(.*\))?, in {re.escape(str(folder))}; resuming from {onward}",
         messages[0],
@@ -172,8 +172,8 @@ def test_pickles_in_a_checkpoint_folder_are_never_loaded(
     """Oracle: a file that the pickles would create, placed under every name that PyTorch's own
     loaders would open."""
     folder = copied(series, tmp_path / "checkpoints")
-    made = tmp_path / "made"
-    hostile = pickle.dumps(Hostile(made))
+    proof = tmp_path / "made"
+    hostile = pickle.dumps(Hostile(proof))
     for name in (
         ".metadata",
         "__0_0.distcp",
@@ -182,8 +182,8 @@ def test_pickles_in_a_checkpoint_folder_are_never_loaded(
         "rank-00000.pt",
         "state.pkl",
     ):
-        for place in (folder, *(folder / step for step in (ONE, TWO, THREE))):
-            (place / name).write_bytes(hostile)
+        for target in (folder, *(folder / step for step in (ONE, TWO, THREE))):
+            (target / name).write_bytes(hostile)
     check(resume(folder)[0], 3)
     for name in sorted(os.listdir(folder / THREE)):
         for replace in (True, False):
@@ -197,14 +197,14 @@ def test_pickles_in_a_checkpoint_folder_are_never_loaded(
             ):
                 replace_by(hostile, name)(other)
             try:
-                found, _ = resume(other)
-                assert found is not None
-                check_tensors(found, found.step)
+                checkpoint, _ = resume(other)
+                assert checkpoint is not None
+                check_tensors(checkpoint, checkpoint.step)
             except ConfigError:
                 pass
-    assert not made.exists()
+    assert not proof.exists()
     pickle.loads(hostile)
-    assert made.exists()
+    assert proof.exists()
 
 
 def set_value(tree: Any, path: str, value: Any) -> None:

@@ -103,8 +103,8 @@ def without_norm(folder: Path) -> None:
     edit_below(INDEX, "weight_map", **{NORM: "(removed)"})(folder)
 
 
-def locate_norm(place: object) -> Damage:
-    return edit_below(INDEX, "weight_map", **{NORM: place})
+def locate_norm(file: object) -> Damage:
+    return edit_below(INDEX, "weight_map", **{NORM: file})
 
 
 def with_tensor(name: str, tensor: Tensor, file: str = THIRD) -> Damage:

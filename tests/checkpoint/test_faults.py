@@ -87,10 +87,10 @@ def start(storage: FaultyStorage) -> tuple[list[str], set[str], int | None]:
     try:
         peek(config, storage.where)
         checkpoints = Checkpointer(config, storage.where, message=messages.append)
-        found = checkpoints.resume()
-        if found is not None:
-            found.load({"model.a": torch.zeros(3, 5)})
-        resumed = found.step if found is not None else 0
+        checkpoint = checkpoints.resume()
+        if checkpoint is not None:
+            checkpoint.load({"model.a": torch.zeros(3, 5)}, weights_only=True)
+        resumed = checkpoint.step if checkpoint is not None else 0
         names = [f"step-{step:08d}" for step in range(1, resumed + 1)]
         for step in (resumed + 1, resumed + 2):
             before = len(messages)
@@ -237,8 +237,10 @@ def test_start_stops_at_an_unreadable_checkpoint(
             with refusing(
                 LocalStorage, "reading", f"^step-00000002/{file}$", code, retries
             ):
-                found: Any = look()
-            assert (found if isinstance(found, dict) else found.facts)["step"] == 2
+                checkpoint: Any = look()
+            assert (checkpoint if isinstance(checkpoint, dict) else checkpoint.facts)[
+                "step"
+            ] == 2
 
 
 @pytest.mark.parametrize(

@@ -40,17 +40,17 @@ def save_and_check(checkpoints: Checkpointer, step: int, value: float) -> None:
 def newest(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[int, float] | None:
-    """Resume; return step and value of the checkpoint, whose parts must all come from one save."""
-    found = make_checkpoints(storage, monkeypatch).resume()
-    if found is None:
+    """Resume; return step and value of the checkpoint. All parts must come from one save."""
+    checkpoint = make_checkpoints(storage, monkeypatch).resume()
+    if checkpoint is None:
         return None
     tensors = {"model.a": torch.zeros(3, 5), "optim.a.step": torch.zeros(())}
-    found.load(tensors)
+    checkpoint.load(tensors)
     values = {*tensors["model.a"].flatten().tolist(), tensors["optim.a.step"].item()}
-    assert found.own_facts is not None
-    values |= {found.facts["value"], found.own_facts["own"]}
+    assert checkpoint.own_facts is not None
+    values |= {checkpoint.facts["value"], checkpoint.own_facts["own"]}
     assert len(values) == 1
-    return found.step, values.pop()
+    return checkpoint.step, values.pop()
 
 
 def after_crash(
@@ -60,16 +60,16 @@ def after_crash(
 ) -> tuple[int, float] | None:
     """Return the newest checkpoint; check that saves succeed after the crash and that no leftovers
     of it remain."""
-    found = newest(storage, monkeypatch)
-    assert found in allowed
+    outcome = newest(storage, monkeypatch)
+    assert outcome in allowed
     checkpoints = make_checkpoints(storage, monkeypatch)
     checkpoints.resume()
-    step = 1 + (found[0] if found else 0)
+    step = 1 + (outcome[0] if outcome else 0)
     assert save(checkpoints, step, -1.0) and save(checkpoints, step + 1, -2.0)
     assert newest(storage, monkeypatch) == (step + 1, -2.0)
     names = [name for name in storage.names() if not name.endswith(".replaced-1")]
     assert names == ["latest", f"step-{step:08d}", f"step-{step + 1:08d}"]
-    return found
+    return outcome
 
 
 # Earlier saves as (step, value), the save during the crash, and the possible checkpoints
@@ -100,14 +100,14 @@ def test_kill_at_any_operation_preserves_the_newest_checkpoint(
         )
     outcomes = []
     for moment in itertools.count():
-        place = memory_folder / str(moment)
-        shutil.copytree(start, place)
+        folder = memory_folder / str(moment)
+        shutil.copytree(start, folder)
         checkpoints = make_checkpoints(
-            ending_storage(LocalStorage(str(place)), moment, kill_self), monkeypatch
+            ending_storage(LocalStorage(str(folder)), moment, kill_self), monkeypatch
         )
         code = in_child(save_and_check, checkpoints, *saving)
         assert code in (0, -signal.SIGKILL)
-        outcomes.append(after_crash(LocalStorage(str(place)), allowed, monkeypatch))
+        outcomes.append(after_crash(LocalStorage(str(folder)), allowed, monkeypatch))
         if code == 0:
             break
     _check_outcomes(outcomes, allowed)
@@ -137,17 +137,17 @@ def test_power_loss_at_any_operation_preserves_the_newest_checkpoint(
 
     outcomes: list[tuple[int, float] | None] = []
     for seed in range(3 if keeps == "any" else 1):
-        done = False
+        is_saved = False
         for moment in itertools.count():
             disk = copy.deepcopy(start)
             with suppress(PowerLoss):
-                done = save(
+                is_saved = save(
                     make_checkpoints(
                         ending_storage(disk, moment, lose_power), monkeypatch
                     ),
                     *saving,
                 )
-                assert done
+                assert is_saved
             outcomes.append(
                 after_crash(
                     disk.after_power_loss(keeps, seed + 10 * moment),
@@ -155,8 +155,8 @@ def test_power_loss_at_any_operation_preserves_the_newest_checkpoint(
                     monkeypatch,
                 )
             )
-            assert not done or outcomes[-1] == saving
-            if done:
+            assert not is_saved or outcomes[-1] == saving
+            if is_saved:
                 break
     if keeps != "any":
         _check_outcomes(outcomes, allowed)

@@ -150,11 +150,13 @@ def checkpoints(
     """A folder with the checkpoints of 1, 2 and 4 ranks in all layouts, and the files that each
     rank wrote."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    written: dict[str, list[list[str]]] = {}
+    files_by_layout: dict[str, list[list[str]]] = {}
     for world_size in (1, 2, 4):
         by_rank = run_ranks(world_size, save_layouts, str(folder), world_size)
-        written |= {name: [files[name] for files in by_rank] for name in by_rank[0]}
-    return folder, written
+        files_by_layout |= {
+            name: [files[name] for files in by_rank] for name in by_rank[0]
+        }
+    return folder, files_by_layout
 
 
 @pytest.mark.parametrize(
@@ -164,8 +166,8 @@ def test_layouts_of_1_2_and_4_ranks_load_into_each_other(
     world_size: int, checkpoints: Any
 ) -> None:
     """Oracle: the full tensor, distributed by PyTorch."""
-    folder, written = checkpoints
-    assert len(written) == 1 + 4 + 8
+    folder, files_by_layout = checkpoints
+    assert len(files_by_layout) == 1 + 4 + 8
     assert (
         run_ranks(world_size, load_layouts, str(folder), world_size)
         == [[]] * world_size
@@ -175,8 +177,8 @@ def test_layouts_of_1_2_and_4_ranks_load_into_each_other(
 def test_files_are_safetensors_with_every_element_once(checkpoints: Any) -> None:
     """Oracle: tensors assembled with the safetensors library and the JSON index, without our
     code."""
-    folder, written = checkpoints
-    for checkpoint, files_of_ranks in written.items():
+    folder, files_by_layout = checkpoints
+    for checkpoint, files_of_ranks in files_by_layout.items():
         files = [file for names in files_of_ranks for file in names]
         assert sorted(files) == sorted(
             path.name for path in (folder / checkpoint).iterdir()
@@ -191,11 +193,11 @@ def test_files_are_safetensors_with_every_element_once(checkpoints: Any) -> None
         for name in FORMS:
             entry = index["tensors"][name]
             assembled = torch.zeros(entry["shape"], dtype=full(name).dtype)
-            for place in entry["chunks"]:
-                part = chunks[place["file"]].pop(place["key"])
+            for stored in entry["chunks"]:
+                part = chunks[stored["file"]].pop(stored["key"])
                 box = tuple(
                     slice(o, o + s)
-                    for o, s in zip(place["offsets"], place["sizes"], strict=True)
+                    for o, s in zip(stored["offsets"], stored["sizes"], strict=True)
                 )
                 as_bytes = torch.uint8 if part.dtype.itemsize == 1 else part.dtype
                 assembled.view(as_bytes)[box] = part.view(as_bytes)
@@ -236,7 +238,8 @@ def test_partial_and_empty_checkpoints_load(checkpoints: Any, tmp_path: Path) ->
 
 
 def save_during_training(folder: str) -> bool:
-    rank, group = dist.get_rank(), dist.new_group(backend="gloo")
+    rank = dist.get_rank()
+    group = dist.new_group(backend="gloo")
     mesh = init_device_mesh("cpu", (2,))
     tensors = laid_out("rows", {1: mesh})
     filled = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -271,7 +274,8 @@ SECOND = "tensors-00001.safetensors"
 
 def load_damaged(folder: str) -> tuple[str, bool]:
     """Return the message of a refusal, and whether the tensors are unchanged."""
-    group, mesh = dist.new_group(backend="gloo"), init_device_mesh("cpu", (2,))
+    group = dist.new_group(backend="gloo")
+    mesh = init_device_mesh("cpu", (2,))
     tensors = {
         "w": distribute_tensor(
             torch.full((6, 4), 7.0), mesh, [Shard(0)], src_data_rank=None

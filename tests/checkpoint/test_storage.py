@@ -157,12 +157,13 @@ def test_moved_folder_keeps_every_byte(
     write(storage, "old/inner/b", b"inner")
     if kind != "path":
         files: Any = storage._files  # type: ignore[attr-defined]
-        original, done = files.cp_file, []
+        original = files.cp_file
+        copies = []
 
         def fail(source: str, target: str, **options: Any) -> None:
-            if done:
+            if copies:
                 raise ServiceError("503")
-            done.append(original(source, target, **options))
+            copies.append(original(source, target, **options))
 
         with monkeypatch.context() as patched:
             patched.setattr(files, "cp_file", fail)
@@ -306,11 +307,9 @@ def test_directory_listings_bypass_caches(
     monkeypatch.setitem(
         importlib.import_module("fsspec.registry")._registry, "remembering", Remembering
     )
-    place = str(tmp_path)
-    storage, other = (
-        open_storage(f"remembering:/{place}"),
-        open_storage(f"memory:/{place}"),
-    )
+    root = str(tmp_path)
+    storage = open_storage(f"remembering:/{root}")
+    other = open_storage(f"memory:/{root}")
     other.make("")
     assert storage.names() == []
     write(other, "a")

@@ -79,8 +79,8 @@ def test_interrupted_save_leaves_no_weights_folder(tmp_path: Path) -> None:
         save_weights(folder, parameters_until(fail), FILE_BYTES)
     assert [file.name for file in folder.parent.iterdir()] == left
 
-    written = save_weights(folder, parameters_until(lambda: None), FILE_BYTES)
-    assert (len(written.files), written.parameters, written.tensor_bytes) == (
+    summary = save_weights(folder, parameters_until(lambda: None), FILE_BYTES)
+    assert (len(summary.files), summary.parameters, summary.tensor_bytes) == (
         8,
         80_000,
         320_000,
