@@ -364,7 +364,7 @@ class Run:
         facts = run_facts(self.config, self.world_size) | trainer.state_dict()
         facts["metrics"] = self._recorder.offsets() if self._recorder else {}
         tensors = trainer.strategy.state_tensors(trainer.optimizer)
-        has_updated = trainer.steps_done > trainer.skipped.in_all
+        has_updated = trainer.steps_done > facts["skipped_steps"]
         has_states = any(name.startswith("optim.") for name in tensors)
         if has_updated and self.config.optim.state_widths and not has_states:
             raise ConfigError(
