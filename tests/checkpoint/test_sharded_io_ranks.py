@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdptoys.checkpoint.shard_format import read_index
+from fsdptoys.checkpoint.shard_format import ShardFiles, read_index
 from fsdptoys.checkpoint.sharded_io import load_tensors, save_tensors
 from fsdptoys.checkpoint.storage import open_storage
 from fsdptoys.errors import ConfigError
@@ -235,6 +235,25 @@ def test_partial_and_empty_checkpoints_load(checkpoints: Any, tmp_path: Path) ->
     assert list(save_tensors(storage, "a", {}, None)) == ["tensors.json"]
     assert read_index(storage, "a") == {}
     load_tensors(storage, "a", {}, None)
+
+
+def test_layout_with_several_files_a_rank_needs_other_names_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the full tensors, from files of other names, written as shards and in full."""
+    monkeypatch.setattr(
+        ShardFiles,
+        "file_of",
+        lambda rank, name: f"tensors-0000{len(name) % 3}.safetensors",
+    )
+    storage = open_storage(str(tmp_path))
+    tensors = {name: full(name) for name in FORMS}
+    for folder, gather in (("a", None), ("b", lambda some: iter(sorted(some.items())))):
+        storage.make(folder)
+        assert len(save_tensors(storage, folder, tensors, None, gather)) == 4
+        filled = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        load_tensors(storage, folder, filled, None)
+        assert all(equal(filled[name], tensors[name]) for name in FORMS)
 
 
 def save_during_training(folder: str) -> bool:
