@@ -111,10 +111,9 @@ def generate_command(argv: Sequence[str]) -> int:
     seconds = time.perf_counter() - started
     if options.json:
         print(json.dumps(results, indent=2))
-    kind = options.dtype
     print_status(
         f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} a second, on {device.type} in "
-        f"{kind}"
+        f"{options.dtype}"
     )
     if broken:
         print_status(

@@ -130,7 +130,11 @@ def plan_command(argv: Sequence[str]) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     if argv and "=" not in argv[0] and not argv[0].startswith("-"):
-        return run_part("plan", argv, {"search": _search, "calibrate": _calibrate})
+        parts = {
+            "search": _search,
+            "calibrate": lambda argv: calibrate_command(argv, predict, Console()),
+        }
+        return run_part("plan", argv, parts)
     options = parse("plan", argv)
     overrides = options.arguments
     _refuse(overrides, "plan.predict", "plan.rows")
@@ -170,10 +174,6 @@ def _run(argv: Sequence[str]) -> int:
         return 0
     print_prediction(config, prediction, hardware, run.memory_bytes, advice, Console())
     return 0
-
-
-def _calibrate(argv: Sequence[str]) -> int:
-    return calibrate_command(argv, predict, Console())
 
 
 def _search(argv: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.text import encodable, one_line, print_status
+from fsdptoys.utils.text import counted, encodable, one_line, print_status
 
 from .commands import check_count, parse
 
@@ -66,11 +66,7 @@ def report_command(argv: Sequence[str]) -> int:
 
         files = write_page(collection, page)
         pictures = sum(path.suffix == ".png" for path in files)
-        beside = (
-            f", and {pictures} picture{'s' * (pictures != 1)} next to it"
-            if pictures
-            else ""
-        )
+        beside = f", and {counted(pictures, 'picture')} next to it" if pictures else ""
         print_status(f"the report is in {page}{beside}")
         return 0
     from fsdptoys.report.table import make_table

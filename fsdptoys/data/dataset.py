@@ -10,7 +10,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,17 +29,25 @@ MOST_WORKERS = 64  # background processes of a rank, each a Python interpreter
 Tokens = NDArray[np.int64]
 
 
-class Samples(Protocol):
+class Samples(ABC):
     """Numbered samples of one length."""
 
     @property
     def endless(self) -> bool:
         """Whether samples are interchangeable and inexhaustible: no epochs, no shuffling."""
+        return False
 
+    @abstractmethod
     def __len__(self) -> int:
         """Number of samples."""
 
     def __getitem__(self, index: int) -> tuple[Tokens, Tokens]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self.read(index)
+
+    @abstractmethod
+    def read(self, index: int) -> tuple[Tokens, Tokens]:
         """Tokens and labels of one sample, each of shape (T,)."""
 
 
@@ -100,7 +108,7 @@ class TokenDataset(ABC):
 
 
 @dataclass
-class LabelsWithinDocuments:
+class LabelsWithinDocuments(Samples):
     """Samples with ``IGNORE_INDEX`` as the label after the end of a document."""
 
     samples: Samples
@@ -114,7 +122,8 @@ class LabelsWithinDocuments:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> tuple[Tokens, Tokens]:
+    def read(self, index: int) -> tuple[Tokens, Tokens]:
+        """See ``Samples``."""
         tokens_T, labels_T = self.samples[index]
         return tokens_T, np.where(tokens_T == self.document_end, IGNORE_INDEX, labels_T)
 

@@ -237,6 +237,12 @@ def read_ends(folder: str, shard: Shard) -> NDArray[np.int64]:
     return map_file(str(path), ENDS_DTYPE, shard.documents)
 
 
+def ends_fit(ends: NDArray[np.int64], shard: Shard) -> bool:
+    """Whether the ends ascend up to the shard's last id."""
+    steps = np.diff(ends, prepend=0)
+    return bool(ends[-1] == shard.tokens and (steps > 0).all())
+
+
 def check_folder(
     folder: str, advance: Callable[[int], None] = lambda count: None
 ) -> tuple[Index, list[str]]:
@@ -283,8 +289,7 @@ def _check_shard(
             f"{index.vocab_size}"
         )
     with suppress(OSError):  # reported above
-        ends = read_ends(str(root), shard)
-        if not (ends[0] > 0 and ends[-1] == shard.tokens and (np.diff(ends) > 0).all()):
+        if not ends_fit(read_ends(str(root), shard), shard):
             yield f"{ends_file.name} does not fit its {shard.tokens} ids"
 
 

@@ -6,13 +6,14 @@ A document is held out if a hash of its text falls below ``eval_fraction``: equa
 on the same side.
 """
 
+import functools
 import hashlib
 import math
 import multiprocessing
 import signal
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -103,11 +104,10 @@ def encode_groups(
     groups: Iterable[Group], request: Request
 ) -> Iterator[tuple[Group, EncodedGroup | LongText]]:
     """Each group with its ids, in order; a long text as it is."""
-    encoder = request.encoder
-    fraction = request.eval_fraction
+    encode = functools.partial(_encode, request.encoder, request.eval_fraction)
     if request.processes == 1:
         for group in groups:
-            yield group, group.long_text or _encode(encoder, fraction, group.documents)
+            yield group, group.long_text or encode(group.documents)
         return
     # A fork has the tokenizer and all modules at once; this process has no threads and no
     # accelerator context.
@@ -115,14 +115,14 @@ def encode_groups(
         "fork" if sys.platform == "linux" else "spawn"
     )
     executor = ProcessPoolExecutor(
-        request.processes, context, _begin_process, (encoder, fraction)
+        request.processes, context, _begin_process, (encode,)
     )
     pending: deque[tuple[Group, Future[EncodedGroup]]] = deque()
     try:
         for group in groups:
             long = group.long_text
             if long is None:
-                future = executor.submit(_encode_in_process, group.documents)
+                future = executor.submit(_encode_group, group.documents)
                 pending.append((group, future))
             # Two long texts at once could exceed the memory.
             most = GROUPS_AHEAD * request.processes - 1 if long is None else 0
@@ -144,20 +144,18 @@ def encode_groups(
         executor.shutdown(wait=True, cancel_futures=True)
 
 
-_process_encoder: Encoder
-_process_fraction: float
+_encode_in_process: Callable[[list[Any]], EncodedGroup]
 
 
-def _begin_process(encoder: Encoder, fraction: float) -> None:
-    global _process_encoder, _process_fraction
-    _process_encoder = encoder
-    _process_fraction = fraction
+def _begin_process(encode: Callable[[list[Any]], EncodedGroup]) -> None:
+    global _encode_in_process
+    _encode_in_process = encode
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     end_with_parent()
 
 
-def _encode_in_process(documents: list[Any]) -> EncodedGroup:
-    return _encode(_process_encoder, _process_fraction, documents)
+def _encode_group(documents: list[Any]) -> EncodedGroup:
+    return _encode_in_process(documents)
 
 
 def _encode(encoder: Encoder, fraction: float, documents: list[Any]) -> EncodedGroup:

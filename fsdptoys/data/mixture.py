@@ -33,7 +33,7 @@ def spread(weights: Sequence[float]) -> NDArray[Any]:
     return owners[np.argsort(best, kind="stable")]
 
 
-class MixedSamples:
+class MixedSamples(Samples):
     """Endless samples of several sources, at least one each, with weights above 0; the seed decides
     the order."""
 
@@ -66,16 +66,15 @@ class MixedSamples:
         owner, earlier = _owner_at(self._order, spot)
         return owner, self._own[owner][block * self.counts[owner] + earlier]
 
-    def __getitem__(self, index: int) -> tuple[Tokens, Tokens]:
+    def read(self, index: int) -> tuple[Tokens, Tokens]:
+        """See ``Samples``."""
         owner, sample = self.locate(index)
         return self.sources[owner][sample]
 
 
-class MixedHeldOut:
+class MixedHeldOut(Samples):
     """Held-out samples of several sources, at least one each, with weights above 0, up to the end
     of the first."""
-
-    endless = False
 
     def __init__(self, sources: Sequence[Samples], weights: Sequence[float]) -> None:
         self.sources = sources
@@ -91,9 +90,8 @@ class MixedHeldOut:
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: int) -> tuple[Tokens, Tokens]:
-        if not 0 <= index < self.length:
-            raise IndexError(index)
+    def read(self, index: int) -> tuple[Tokens, Tokens]:
+        """See ``Samples``."""
         block, spot = divmod(index, len(self.owners))
         owner, earlier = _owner_at(self.owners, spot)
         return self.sources[owner][block * self.counts[owner] + earlier]

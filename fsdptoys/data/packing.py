@@ -35,8 +35,8 @@ from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import NotRegularFileError, read_regular
 from fsdptoys.utils.sealed_folder import seal_folder
 
-from .dataset import IGNORE_INDEX, Tokens, hash_of
-from .dataset_index import MOST_COUNT, Index, read_ends
+from .dataset import IGNORE_INDEX, Samples, Tokens, hash_of
+from .dataset_index import MOST_COUNT, Index, ends_fit, read_ends
 from .token_files import map_file
 from .token_stream import TokenStream
 
@@ -146,7 +146,7 @@ class PackedRows:
 
 
 @dataclass
-class PackedSamples:
+class PackedSamples(Samples):
     """Rows of whole documents as samples."""
 
     stream: TokenStream
@@ -156,14 +156,12 @@ class PackedSamples:
     learned: TokenStream | None = (
         None  # 1 for every id that counts as a label; None if all do
     )
-    endless = False
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> tuple[Tokens, Tokens]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
+    def read(self, index: int) -> tuple[Tokens, Tokens]:
+        """See ``Samples``; ConfigError if the rows are damaged."""
         ids = np.full(self.seq_len + 1, self.padding, np.int64)
         used = 0
         counts = np.zeros(len(ids), bool)  # as labels
@@ -308,7 +306,7 @@ def _groups(
     last = before = 0
     for shard in index.of(split):
         ends = read_ends(folder, shard)
-        if not (ends[0] > 0 and ends[-1] == shard.tokens and (np.diff(ends) > 0).all()):
+        if not ends_fit(ends, shard):
             raise ConfigError(
                 f"{os.path.join(folder, shard.name)}.ends does not fit the {shard.tokens} ids of "
                 f"its shard; remove {folder} and prepare it again"

@@ -15,7 +15,14 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.utils.bounds import at_least, between
 from fsdptoys.utils.options import Effect, option
 
-from .dataset import IGNORE_INDEX, DataConfig, TokenDataset, Tokens, hash_of
+from .dataset import (
+    IGNORE_INDEX,
+    DataConfig,
+    Samples,
+    TokenDataset,
+    Tokens,
+    hash_of,
+)
 
 TRAIN_SAMPLES = 2**40  # more than any run takes
 TRAIN = (
@@ -82,7 +89,7 @@ class SyntheticDataset(TokenDataset):
 
 
 @dataclass
-class MarkovSamples:
+class MarkovSamples(Samples):
     """Samples of the source, each from its own random numbers."""
 
     config: SyntheticConfig
@@ -99,9 +106,8 @@ class MarkovSamples:
     def __len__(self) -> int:
         return TRAIN_SAMPLES if self.endless else self.config.eval_samples
 
-    def __getitem__(self, index: int) -> tuple[Tokens, Tokens]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
+    def read(self, index: int) -> tuple[Tokens, Tokens]:
+        """See ``Samples``."""
         seed = np.random.SeedSequence(self.seed, spawn_key=(self.split, index))
         # The remainder of 64 random bits is uniform to within vocab_size / 2**64.
         bits = np.random.Philox(seed).random_raw(self.seq_len + 2)

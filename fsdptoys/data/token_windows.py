@@ -25,7 +25,7 @@ CHUNK_TOKENS = 2**22
 
 
 @dataclass
-class WindowSamples:
+class WindowSamples(Samples):
     """Disjoint windows of the positions ``start`` to ``stop`` (excluded) of a stream.
 
     ``learned`` has 1 for every id that counts as a label, else 0; None if all do.
@@ -36,14 +36,12 @@ class WindowSamples:
     stop: int
     seq_len: int
     learned: TokenStream | None = None
-    endless = False
 
     def __len__(self) -> int:
         return max(0, self.stop - self.start - 1) // self.seq_len
 
-    def __getitem__(self, index: int) -> tuple[Tokens, Tokens]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
+    def read(self, index: int) -> tuple[Tokens, Tokens]:
+        """See ``Samples``."""
         start = self.start + index * self.seq_len
         window = self.stream.read(start, self.seq_len + 1).astype(np.int64)
         labels_T = window[1:]
@@ -65,14 +63,12 @@ class WindowSamples:
             )
 
 
-class LearnedWindows:
+class LearnedWindows(Samples):
     """The windows that have a label, in order.
 
     Args:
         windows: with ``learned``, which is read once here.
     """
-
-    endless = False
 
     def __init__(self, windows: WindowSamples) -> None:
         assert windows.learned is not None
@@ -93,9 +89,8 @@ class LearnedWindows:
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def __getitem__(self, index: int) -> tuple[Tokens, Tokens]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
+    def read(self, index: int) -> tuple[Tokens, Tokens]:
+        """See ``Samples``."""
         return self.windows[int(self._numbers[index])]
 
 

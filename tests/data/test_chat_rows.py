@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fsdptoys.data.chat_rows import ChatRecords, ChatRow
+from fsdptoys.data.chat_rows import BadRowError, ChatRecords, ChatRow
 from fsdptoys.data.chat_template import ChatTemplate, open_template
 from fsdptoys.data.document_reader import find_sources, read_documents
 from fsdptoys.data.tokenizer_settings import TemplateSource
@@ -302,12 +302,8 @@ def test_parts_that_the_template_leaves_out_are_named(shape: str) -> None:
     """Oracle: what the templates write; the reasoning of answers before the last question may be
     left out."""
     name, lost = LOSSES[shape]
-    assert (
-        template_of(TEMPLATES.get(name, name))
-        .render(read_row(ROWS[shape]), SPECIAL)
-        .lost
-        == lost
-    )
+    template = template_of(TEMPLATES.get(name, name))
+    assert template.render(read_row(ROWS[shape]), SPECIAL).lost == lost
 
 
 @pytest.mark.parametrize(
@@ -330,8 +326,6 @@ def test_parts_that_the_template_leaves_out_are_named(shape: str) -> None:
 )
 def test_any_error_of_a_template_is_one_sentence(source: str) -> None:
     """Oracle: none but the two errors for templates and rows."""
-    from fsdptoys.data.chat_rows import BadRowError
-
     with pytest.raises((ConfigError, BadRowError)):
         template_of(source).render(read_row(ROWS["one turn"]), SPECIAL)
 

@@ -230,7 +230,7 @@ def kill_itself(texts):
 def test_killed_process_is_reported_without_a_hang(monkeypatch):
     """Oracle: the expected message."""
     write_lines(LINES, documents(5))
-    monkeypatch.setattr("fsdptoys.data.encoded_groups._encode_in_process", kill_itself)
+    monkeypatch.setattr("fsdptoys.data.encoded_groups._encode_group", kill_itself)
     with pytest.raises(
         ConfigError,
         match=r"^a process that turns text into ids has ended: .* with 1 processes$",
