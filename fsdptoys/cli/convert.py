@@ -106,7 +106,7 @@ def _from_hf(argv: Sequence[str]) -> int:
     with torch.device("meta"):
         model = config.build()
     folder.check(model)
-    command = shlex.join(training_command(config, path))
+    command = shlex.join(training_words(config, path))
     verified = verify_checksums(folder.path)
     folder.check_values()
     checksums = (
@@ -127,7 +127,7 @@ def _from_hf(argv: Sequence[str]) -> int:
     return 0
 
 
-def training_command(config: ModelConfig, path: str) -> list[str]:
+def training_words(config: ModelConfig, path: str) -> list[str]:
     """Return the command that trains from a folder, based on the preset with the fewest differing
     keys.
 

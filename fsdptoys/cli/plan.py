@@ -4,7 +4,7 @@
     fsdptoys plan search model=llama3_8b plan.hardware=h100 plan.world_size=64
     fsdptoys plan calibrate runs/a runs/b hardware=h100 out=mine.yaml
 
-The words are those of ``fsdptoys train`` on that hardware, which also chooses the same experiment
+The overrides are those of ``fsdptoys train`` on that hardware. It also chooses the same experiment,
 if they name none.
 """
 
@@ -64,7 +64,7 @@ class HypotheticalRun:
 def compose_hypothetical(
     overrides: Sequence[str], *, searches: bool
 ) -> HypotheticalRun:
-    """Compose a run for the hardware named by its words; a search chooses the strategy itself."""
+    """Compose a run for the hardware that its overrides name; a search chooses the strategy."""
     overrides = list(overrides)
     is_named = names_training(overrides)
     config = compose_config(

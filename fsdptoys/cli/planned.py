@@ -134,7 +134,7 @@ def choose_switches(
     Empty if nothing fits or the run has no prediction, which a printed sentence explains.
 
     Args:
-        words: the run's overrides.
+        overrides: the run's.
         base: composed from them, not validated.
         device_type: the run's device type.
         world_size: number of ranks.
@@ -153,7 +153,7 @@ def choose_switches(
 
 
 def fastest_switches(
-    overrides: Sequence[str],
+    run_overrides: Sequence[str],
     base: Config,
     memory: DeviceMemory,
     world_size: int,
@@ -174,16 +174,16 @@ def fastest_switches(
         SENSIBLE, strategies=(base.parallel.name,), **strategy_values
     )
     # Batch and mesh stay as the files have them.
-    fixed_overrides = [word for word in overrides if word != AUTO_MEMORY]
-    fixed_overrides += [f"train.batch_size={base.train.batch_size}"]
-    fixed_overrides += [
+    overrides = [word for word in run_overrides if word != AUTO_MEMORY]
+    overrides += [f"train.batch_size={base.train.batch_size}"]
+    overrides += [
         f"mesh.{name}={value_text(value)}" for name, value in vars(base.mesh).items()
     ]
     try:
         check_strategy(base)
         best = search(
             base,
-            fixed_overrides,
+            overrides,
             memory.hardware,
             world_size,
             memory.limit_bytes,
@@ -193,7 +193,7 @@ def fastest_switches(
     except ConfigError as error:
         _say(f"memory=auto leaves the switches off: {error}")
         return []
-    changed = [word for word in best.overrides if word not in overrides]
+    changed = [word for word in best.words if word not in overrides]
     seconds = time.perf_counter() - started
     _say(
         f"memory=auto: {' '.join(changed) or 'the switches as they are'}, the fastest of those "

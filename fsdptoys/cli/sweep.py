@@ -33,10 +33,10 @@ def sweep_command(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
             f"it as one of several; write {shlex.join(['fsdptoys', 'sweep', *argv])} "
             f"launch.nproc_per_node={os.environ['WORLD_SIZE']}, without torchrun"
         )
-    return run_sweep(read_arguments(argv), make_tables, train)
+    return run_sweep(read_words(argv), make_tables, train)
 
 
-def read_arguments(argv: Sequence[str]) -> SweepArguments:
+def read_words(argv: Sequence[str]) -> SweepArguments:
     """Parse the arguments after ``fsdptoys sweep``.
 
     Raises:

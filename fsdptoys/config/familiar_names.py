@@ -194,7 +194,7 @@ words: to leave out."""
 
 @functools.cache
 def familiar_names() -> Mapping[str, str]:
-    """Return name → words: of the options' aliases, and of the table."""
+    """Return name → override: of the options' aliases, and of the table."""
     from .declared_options import (
         declared_options,  # imports torch, which help does without
     )
@@ -210,8 +210,9 @@ def familiar_names() -> Mapping[str, str]:
 
 
 def find_familiar(name: str, value: str) -> tuple[str, str] | None:
-    """Return the words for a name with a value, and the reason if they do not mean the same ("" if
-    they do).
+    """Return the override for a name with a value, and the reason if they do not mean the same.
+
+    The reason is "" if they do.
 
     Args:
         name: in lower case, without dashes.

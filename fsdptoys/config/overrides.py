@@ -38,7 +38,7 @@ class SeveralValuesError(ConfigError):
 
 
 def check_names(arguments: Sequence[str]) -> None:
-    """Name all words that are no settings in one ConfigError, with the words to type, if there are
+    """Name all arguments that are no settings in one ConfigError, with a fix, if there are
     several.
 
     ``parse_overrides`` and ``check_values`` answer a single one, with a longer sentence.
@@ -159,7 +159,7 @@ def _parse(
 def without_dashes(
     word: str, later: Sequence[str], chosen: Mapping[str, str | None], command: str = ""
 ) -> str:
-    """The sentence on a flag, with the words to type; ``later`` may begin with its value."""
+    """The sentence on a flag, with the override to type; ``later`` may begin with its value."""
     key, equals, value = word.partition("=")
     follows = later[0] if later and not re.search("^-|=", later[0]) else None
     if file := explain_file(value or follows or "", command=command):

@@ -57,7 +57,7 @@ PAGES = (
 def check_shared_memory(
     workers: int, step_bytes: int, local_ranks: int, mount: str = SHARED_MEMORY
 ) -> None:
-    """Check that the workers' sockets and prefetched batches fit; the latter only if ``place`` has
+    """Check that the workers' sockets and prefetched batches fit; the latter only if ``mount`` has
     shared memory.
 
     ``workers`` are those of each rank, ``step_bytes`` one rank's batches of a step, ``local_ranks``
@@ -143,7 +143,7 @@ class StepReader:
 
 
 class StepPrefetcher:
-    """Consecutive steps from the one at position ``place`` on, prefetched by background
+    """Consecutive steps from the one at ``position`` on, prefetched by background
     processes."""
 
     def __init__(self, reader: StepReader, position: int, workers: int) -> None:

@@ -57,7 +57,7 @@ class MixedSamples(Samples):
         return ENDLESS
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Source of a place, and the number of its sample there."""
+        """Source of a position, and the number of its sample there."""
         block, spot = divmod(position, len(self.owners))
         if block != self._block:
             first = Shuffle(len(self.owners), "mixture", self._seed, block)[0]

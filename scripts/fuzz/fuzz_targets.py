@@ -14,7 +14,7 @@ from rich.console import Console
 
 from fsdptoys.checkpoint import HuggingFaceFolder, verify_checksums
 from fsdptoys.cli.main import main
-from fsdptoys.cli.sweep import read_arguments
+from fsdptoys.cli.sweep import read_words
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.saved import read_tree
 from fsdptoys.data import find_sources, open_chat_encoder, open_encoder, read_index
@@ -229,7 +229,7 @@ def read_sweep_files(copy: Path) -> str:
     """Files that ``--resume`` reads in a sweep's folder."""
     sweep = read_sweep(copy)
     read_submissions(sweep)
-    asked = with_recorded_words(read_arguments(["--resume", str(copy)]), sweep)
+    asked = with_recorded_words(read_words(["--resume", str(copy)]), sweep)
     assert not any("setup" in word for word in asked.launcher_words)
     return ""
 

@@ -14,7 +14,7 @@ from fsdptoys.checkpoint import (
     open_init_from,
     verify_checksums,
 )
-from fsdptoys.cli.convert import training_command
+from fsdptoys.cli.convert import training_words
 from fsdptoys.cli.main import main
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import GPT2Config, LlamaConfig, ModelConfig
@@ -227,6 +227,6 @@ def test_damaged_folder_is_refused_before_workers_start(
 ) -> None:
     """Oracle: status 2 and the file's name, for one bit that only the checksums know of."""
     edit_bytes(lambda content: content[:-1] + bytes([content[-1] ^ 1]))(weights)
-    _, *overrides = training_words(CONFIG, str(weights))
-    assert main([*overrides, "experiment=null"]) == 2
+    _, *words = training_words(CONFIG, str(weights))
+    assert main([*words, "experiment=null"]) == 2
     assert f"{weights / THIRD} is damaged: its SHA-256 is" in capsys.readouterr().err

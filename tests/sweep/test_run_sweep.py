@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdptoys.cli.main import main
-from fsdptoys.cli.sweep import read_arguments, sweep_command
+from fsdptoys.cli.sweep import read_words, sweep_command
 from fsdptoys.errors import ConfigError
 from fsdptoys.sweep import JobStatus, Sweep, read_sweep, validate
 from fsdptoys.sweep.folder import write_job
@@ -248,7 +248,7 @@ def test_recorded_launcher_arguments_that_run_commands_are_refused(
     if is_used:
         assert (
             with_recorded_words(
-                read_arguments(["--resume", str(tmp_path)]), before
+                read_words(["--resume", str(tmp_path)]), before
             ).launcher_words
             == launcher
         )
@@ -256,13 +256,13 @@ def test_recorded_launcher_arguments_that_run_commands_are_refused(
         with pytest.raises(
             ConfigError, match="may run commands on the nodes"
         ) as caught:
-            with_recorded_words(read_arguments(["--resume", str(tmp_path)]), before)
+            with_recorded_words(read_words(["--resume", str(tmp_path)]), before)
         assert str(caught.value).isprintable() and option.split("=")[0] in str(
             caught.value
         )
     assert (
         with_recorded_words(
-            read_arguments(["--resume", str(tmp_path), *launcher]), before
+            read_words(["--resume", str(tmp_path), *launcher]), before
         ).launcher_words
         == launcher
     )
