@@ -6,7 +6,7 @@ keys up to their own position only, so a piece costs P × (start + P) scores at 
 order add up to the causal half of the square. With chunks a piece is split where chunks begin;
 whole chunks are computed as ever.
 
-A piece that begins within a sequence needs a mask, of which only the last P columns are triangular.
+A piece that begins within a sequence needs a mask. Only its last P columns are triangular.
 It is written out: ``causal_lower_right`` of PyTorch fails within the dispatch mode of selective
 checkpointing (torch 2.13).
 

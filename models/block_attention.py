@@ -214,7 +214,7 @@ class RowsOfBlocks:
         )
 
     def add(self, block: Block, k_BGSK: Tensor, v_BGSK: Tensor) -> None:
-        """Let rows see more keys, of which ``block.keys`` are a part."""
+        """Let rows see more keys: ``block.keys`` of these."""
         k, v = (x[:, :, block.keys].to(self._through) for x in (k_BGSK, v_BGSK))
         out, lse = self._kernel.forward(self._q[:, :, block.rows], k, v, block.causal)
         out_before = self._out[:, :, block.rows]

@@ -27,7 +27,7 @@ class Context(ABC):
 
     @abstractmethod
     def cut(self, full: Tensor, dim: int) -> Tensor:
-        """This rank's part of a tensor whose ``dim`` has T elements, in the order of positions."""
+        """This rank's part of a tensor with T elements along ``dim``, in the order of positions."""
 
     @abstractmethod
     def mask(self, segments_BT: Tensor, ops: Ops, dtype: torch.dtype) -> Any:
@@ -99,7 +99,7 @@ FULL_SEQUENCES = FullSequences()
 
 
 class Wrapped(Context):
-    """Another context, whose attention a subclass changes."""
+    """Another context. A subclass changes its attention."""
 
     def __init__(self, inner: Context) -> None:
         self.ranks = inner.ranks

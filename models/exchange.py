@@ -19,7 +19,7 @@ class Split(Enum):
     columns = 0
     """Rows of a weight (out, in) and of a bias: some outputs, or some classes of an embedding."""
     rows = 1
-    """Columns of a weight (out, in): some inputs, whose products are summed; the bias in full."""
+    """Columns of a weight (out, in): some inputs; their products are summed. The bias in full."""
     replicated = None
     """All of them, for some tokens or heads, so that each rank has a part of the gradient."""
 
@@ -49,7 +49,7 @@ class Exchange:
         return logits_BTV
 
     def own_tokens(self, positions: Tensor) -> Tensor:
-        """This rank's part of a tensor whose last dim is tokens."""
+        """This rank's part of a tensor with tokens as its last dim."""
         return positions
 
     def embed(

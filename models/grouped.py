@@ -64,7 +64,7 @@ class Looped:
     def pieces(self, ends_E: Tensor, rows: int) -> Sequence[Segment]:
         """Split R rows into one piece per expert with rows; syncs with the device.
 
-        On the meta device, where the ends are unknown, all rows are the first expert's.
+        On the meta device ends are unknown, so all rows are the first expert's.
         """
         ends = [rows] * ends_E.numel() if ends_E.is_meta else ends_E.tolist()
         if ends[-1] != rows:
@@ -156,7 +156,7 @@ class Grouped:
         )
 
     def pieces(self, ends_E: Tensor, rows: int) -> Sequence[Segment]:
-        """All rows as one piece, whose ends are not fetched here."""
+        """All rows as one piece. Its ends are not fetched here."""
         return [Segment(slice(None), 0, rows, rows, ends_E)] if rows else []
 
     def linear(

@@ -65,7 +65,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class HuggingFaceFormat:
-    """The format of one family; a family whose tensors are split or transposed overrides
+    """The format of one family; a family with split or transposed tensors overrides
     ``pieces``."""
 
     architecture: str

@@ -97,7 +97,7 @@ def causal_flex_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Ten
 
 
 def _compiles_flex(device: torch.device) -> bool:
-    """False on a CPU, where flex_attention has no gradients and is for comparison only."""
+    """False on a CPU: flex_attention has no gradients there and is for comparison only."""
     return device.type != "cpu"
 
 

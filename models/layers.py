@@ -66,7 +66,7 @@ class Linear(Layer, nn.Linear):
 
 
 class Embedding(Layer, nn.Embedding):
-    """Vectors of token ids, of which ranks may have some classes."""
+    """Vectors of token ids. Ranks may have some classes each."""
 
     split: Split | None = Split.columns
 
@@ -154,7 +154,7 @@ class GELUFeedForward(Layer):
 
 
 class RunnableBlock(nn.Module):
-    """A block whose computation may run compiled, and again in the backward."""
+    """A block that may compute in compiled form, and again in the backward."""
 
     execute: Callable[..., Any] | None = None
     """What runs in place of ``compute``, such as its compiled form."""

@@ -102,7 +102,7 @@ class Router(Layer):
         )
 
     def finish(self, experts_NK: Tensor, weights_NK: Tensor, sums: Tensor) -> Tensor:
-        """Record the choice, and return the weights, whose backward gives ``sums`` its gradient."""
+        """Record the choice, and return the weights; their backward gives ``sums`` its gradient."""
         self._remember(experts_NK, sums.detach())
         if torch.is_grad_enabled():
             weights_NK = _WithGradient.apply(weights_NK, sums, self.sums_grad)

@@ -5,8 +5,8 @@ becomes the index of the nearest of 16 numbers, quantiles of the normal distribu
 dequantizes its weight in the forward and again in the backward, and keeps neither. A weight takes
 4.5 bits: 4 for the index, and a float32 for 64 elements.
 
-Indices and scales of a row are one row of ``nf4``, a parameter whose dtype is that of the weight
-and whose bytes mean nothing in it. So strategies copy, shard and gather it along the first dims as
+Indices and scales of a row are one row of ``nf4``. This parameter has the dtype of the weight, and
+its bytes mean nothing in it. So strategies copy, shard and gather it along the first dims as
 any other, but must not cast it. The price next to torchao's tensor subclass: a cast would destroy
 the weight silently, so strategies that cast frozen weights are refused (``config.rules.tune``). The
 gain: any torch, plain tensors, and bits that do not depend on how ranks shard.

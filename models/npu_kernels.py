@@ -109,7 +109,7 @@ def rotary(x_BHTK: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
 
 
 class _Rotary(torch.autograd.Function):
-    """A rotation, whose gradient is the opposite rotation."""
+    """A rotation; its gradient is the opposite rotation."""
 
     @staticmethod
     def forward(

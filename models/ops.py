@@ -3,7 +3,7 @@
 ``Ops`` is one implementation: six operations chosen by name (``kernels``), and methods for the
 rest, by PyTorch's own operators. A layer calls its own ``ops``, so recomputation in the backward
 uses the same ones, and sends features through its own ``exchange``. Another implementation is a
-subclass: ``fsdptoys.exact`` has the one whose bits do not depend on the layout.
+subclass: ``fsdptoys.exact`` has the one with the same bits under every layout.
 
 Shapes: N tokens, D width, E experts, K experts of a token, T sequence.
 """

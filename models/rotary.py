@@ -173,7 +173,7 @@ def rope_inv_freq(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
 
 
 class RotaryModel(DecoderModel):
-    """A decoder whose blocks take rotary angles."""
+    """A decoder with blocks that take rotary angles."""
 
     config: RotaryConfig
     inv_freq: Tensor

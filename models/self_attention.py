@@ -54,7 +54,7 @@ class Attention(Layer):
     """
 
     forward_order = ("q_proj", "q_norm", "k_proj", "k_norm", "v_proj", "o_proj")
-    """Children in the order of their forwards, where they are registered in another."""
+    """Children in the order of their forwards; they are registered in another."""
     context: Context = FULL_SEQUENCES
     """Attends without a cache."""
 

@@ -30,7 +30,7 @@ def split_model(model: DecoderModel, count: int, seq_len: int) -> list[Stage]:
     Args:
         model: on any device.
         count: stages; at most the number of blocks.
-        seq_len: tokens of a sequence, of which attention takes part in the FLOPs.
+        seq_len: tokens of a sequence, for the FLOPs of attention.
     """
     n_blocks = len(model.layers)
     assert 1 <= count <= n_blocks, "the number of stages was not checked"
@@ -59,7 +59,7 @@ def split_model(model: DecoderModel, count: int, seq_len: int) -> list[Stage]:
 
 
 def balanced_sizes(costs: Sequence[float], count: int) -> list[int]:
-    """Sizes of ``count`` runs of consecutive costs, none empty, whose largest sum is smallest.
+    """Sizes of ``count`` runs of consecutive costs, none empty, with the smallest largest sum.
 
     Of several such splits, one with a small sum of squares.
     """

@@ -1,4 +1,4 @@
-"""Layout mode (``train.deterministic=layout``): operations whose bits do not depend on the
+"""Layout mode (``train.deterministic=layout``): operations with the same bits under every
 layout."""
 
 import torch

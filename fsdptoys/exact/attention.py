@@ -1,4 +1,4 @@
-"""Attention whose bits do not depend on the layout (``exact.ops``).
+"""Attention with the same bits under every layout (``exact.ops``).
 
 Queries attend grain by grain: the rows of one grain over the keys up to its last token. Each head
 of a sequence is an entry of a batch of its own, with the strides and the alignment that it has in
@@ -212,7 +212,7 @@ class _Share(torch.autograd.Function):
 
 
 class _AlignedGradient(torch.autograd.Function):
-    """A contiguous, aligned tensor whose gradient is too."""
+    """A contiguous, aligned tensor with such a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

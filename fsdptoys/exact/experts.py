@@ -1,4 +1,4 @@
-"""Routers and experts whose sums over tokens do not depend on the layout (``exact.ops``).
+"""Routers and experts with the same sums over tokens under every layout (``exact.ops``).
 
 The rows of each expert are split by grain too, so that a matmul has the rows of one grain and one
 expert, wherever both are: other ranks may have the expert. The price: grains × experts small

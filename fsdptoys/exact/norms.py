@@ -1,4 +1,4 @@
-"""Norms whose weights' gradients are added grain by grain (``exact.ops``).
+"""Norms that add gradients of weights grain by grain (``exact.ops``).
 
 Each row is normalized by itself, with operations that round alike wherever an element lies. So rows
 are taken many at a time, as many as fit in a cache; only the sums over tokens need the borders of

@@ -1,4 +1,4 @@
-"""A model whose sums over tokens do not depend on how sequences are spread over ranks and
+"""A model with sums over tokens that do not depend on how sequences are spread over ranks and
 micro-batches.
 
 A grain is a piece of one sequence, of a length that the layout does not change. Everything added
@@ -68,7 +68,7 @@ class ExactOps(Ops):
         return elementwise(function, grain, hidden, *vectors)
 
     def expand(self, param: Tensor, hidden: Tensor) -> Tensor:
-        """A vector for each token, whose gradients are added by grains."""
+        """A vector for each token. Its gradients are added by grains."""
         grain = rows_per_grain(hidden, self.grain)
         vectors: Tensor = _Expand.apply(param, hidden.shape, hidden.dtype, grain)
         return vectors

@@ -145,7 +145,7 @@ def by_heads(
 
 
 class _Columns(torch.autograd.Function):
-    """``torch.nn.functional.linear`` of a float64 input, whose output is in the compute dtype."""
+    """``torch.nn.functional.linear`` of a float64 input; its output has the compute dtype."""
 
     @staticmethod
     def forward(

@@ -16,7 +16,7 @@ chunks and 1.9 times for 32. A single chunk needs no sum.
 - Nothing waits for the device. On a CPU, rows with an ignored label are left out. On an
   accelerator, where their number is not known in time, they take part in the matmuls, but not in
   the softmax; their gradients are zero.
-- It runs inside the head's forward, where FSDP has gathered the weight.
+- It runs inside the head's forward: FSDP has gathered the weight there.
 - Ranks may split the classes (``vocabulary``); a chunk's softmax then takes a float32 copy of its
   logits.
 

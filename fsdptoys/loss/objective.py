@@ -7,7 +7,7 @@ the z-loss::
 
 Label smoothing (arXiv:1512.00567) is ``F.cross_entropy``'s, spread over all classes including the
 label's own. The z-loss keeps the logits from drifting (PaLM, arXiv:2204.02311, which uses 1e-4).
-Rows whose label is ``IGNORE_INDEX`` count for neither.
+Rows with the label ``IGNORE_INDEX`` count for neither.
 """
 
 from dataclasses import dataclass

@@ -42,7 +42,7 @@ def softmax_gradient_(
 
     Args:
         logits_CV: any floating dtype, rows contiguous; processed in float32 at least.
-        labels_C: classes, or ``IGNORE_INDEX`` for rows whose loss and gradient are zero.
+        labels_C: classes, or ``IGNORE_INDEX`` for rows without loss and gradient.
         losses_C: float32, overwritten.
         objective: function to minimize.
         gradient: whether to compute the gradient; without it the logits end up undefined.
@@ -129,7 +129,7 @@ def block_gradient_(
 def softmax_cpu_(values_RV: Tensor, top_R1: Tensor) -> Tensor:
     """Softmax in place; returns log(sum(exp(values - top))) of each row.
 
-    torch.softmax on a CPU is a vectorized loop whose last pass works element by element, so it may
+    torch.softmax on a CPU is a vectorized loop with a last pass element by element, so it may
     write in place. The largest probability is 1 / sum(exp(values - top)), never too small for an
     exact logarithm.
     """

@@ -1,4 +1,4 @@
-"""The training loss of a head whose classes several ranks split (tensor parallelism), without
+"""The training loss of a head with classes that several ranks split (tensor parallelism), without
 gathering logits.
 
 Each of N ranks makes the logits of V/N classes for all tokens. Two all-reduces give every rank the
@@ -47,7 +47,7 @@ class Vocabulary:
         return values
 
     def own_rows(self, rows: int) -> slice:
-        """The rows whose losses this rank reports."""
+        """The rows that this rank reports losses of."""
         return slice(
             rows * self.rank // self.ranks, rows * (self.rank + 1) // self.ranks
         )

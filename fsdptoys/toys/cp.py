@@ -48,7 +48,7 @@ class SwapDims(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, cut: int, join: int, group: dist.ProcessGroup) -> Tensor:
         """Exchange the parts."""
-        ctx.settings = cut, join, group
+        ctx.reverse = join, cut, group
         parts = torch.stack(tensor.chunk(group.size(), dim=cut))
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=group)
@@ -57,12 +57,11 @@ class SwapDims(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Exchange the gradients the other way."""
-        cut, join, group = ctx.settings
-        return SwapDims.apply(grads[0], join, cut, group), None, None, None
+        return SwapDims.apply(grads[0], *ctx.reverse), None, None, None
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, group: Any, attend: Any = causal) -> Tensor:
-    """Return attention, where q is (B, H, T, K), k and v are (B, G, T, K)."""
+    """Return attention of q (B, H, T, K) to k and v (B, G, T, K)."""
     if q.shape[1] % group.size():
         raise ValueError(f"{q.shape[1]} heads cannot be shared by {group.size()} ranks")
     # Copy key heads, so that each rank has those of its query heads; autograd sums the gradients.
@@ -138,12 +137,12 @@ class RingAttention(torch.autograd.Function):
         for turn in range(group.size()):
             arrival = pass_on(kv, group) if turn < group.size() - 1 else None
             queries, keys = seen_parts(turn, group.rank(), q.shape[2] // 2, balanced)
-            q_part = q_BGRTK[..., queries, :]
+            k_block, v_block = kv[..., keys, :].to(wide)
             old_lse = lse[..., queries, :]
-            block_out, block_lse = attend_block(q_part, *kv[..., keys, :].to(wide), turn == 0)
+            block, block_lse = attend_block(q_BGRTK[..., queries, :], k_block, v_block, turn == 0)
             new_lse = torch.logaddexp(old_lse, block_lse)
             out[..., queries, :] *= (old_lse - new_lse).exp_()
-            out[..., queries, :] += block_out.mul_((block_lse - new_lse).exp_())
+            out[..., queries, :] += block.mul_((block_lse - new_lse).exp_())
             old_lse.copy_(new_lse)
             kv = kv if arrival is None else arrival()
         result = out.flatten(1, 2).to(q.dtype)
@@ -165,8 +164,9 @@ class RingAttention(torch.autograd.Function):
         for turn in range(group.size()):
             arrival = pass_on(kv, group) if turn < group.size() - 1 else None
             queries, keys = seen_parts(turn, group.rank(), q.shape[3] // 2, balanced)
-            own = (x[..., queries, :] for x in (q, grad, lse, delta))
-            block_q, block_kv = block_gradients(*own, *kv[..., keys, :].to(lse.dtype), turn == 0)
+            own = [x[..., queries, :] for x in (q, grad, lse, delta)]
+            k_block, v_block = kv[..., keys, :].to(lse.dtype)
+            block_q, block_kv = block_gradients(*own, k_block, v_block, turn == 0)
             grad_q[..., queries, :] += block_q
             grad_kv = sum_arrival()
             grad_kv[..., keys, :] += block_kv

@@ -233,7 +233,7 @@ class Reducer:
 
 
 class DDP(nn.Module):
-    """A module whose gradients are averaged over ranks.
+    """A module with gradients that are averaged over ranks.
 
     Args:
         module: the same architecture on all ranks; rank 0's parameters and buffers are used.

@@ -61,7 +61,7 @@ class SendRows(torch.autograd.Function):
         ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
     ) -> Tensor:
         """Send ``sent[r]`` rows to rank r and receive ``received[r]`` from it."""
-        ctx.settings = sent, received, group
+        ctx.reverse = received, sent, group
         arrived = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
         return arrived
@@ -69,8 +69,7 @@ class SendRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Send gradients against the rows' direction."""
-        sent, received, group = ctx.settings
-        return SendRows.apply(grads[0], received, sent, group), None, None, None
+        return SendRows.apply(grads[0], *ctx.reverse), None, None, None
 
 
 @dataclass
@@ -119,7 +118,7 @@ def apply_elsewhere(
 
 
 class Experts(nn.Module):
-    """Gated feed-forwards (SwiGLU), of which this rank keeps 1/n.
+    """Gated feed-forwards (SwiGLU); this rank keeps 1/n of them.
 
     Args:
         gate_up_EHD: matrices of all experts, the same on all ranks, with H = 2·F rows.

@@ -27,7 +27,7 @@ reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 
 class SlicedBucket:
-    """Parameters in one flat buffer, of which each rank owns a slice."""
+    """Parameters in one flat buffer. Each rank owns a slice of it."""
 
     def __init__(self, params: list[nn.Parameter], ranks: int, rank: int) -> None:
         self.params = params

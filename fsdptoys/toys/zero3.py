@@ -42,7 +42,7 @@ from .partition import Evenness, assign_owners
 from .tensor_tree import tensors_in
 
 IN_FLIGHT = 1
-"""Units whose gradients are in flight at most, besides those of the unit that computes."""
+"""Units with gradients in flight at most, besides those of the unit that computes."""
 Fill = Callable[[Tensor, str], None]
 
 
@@ -85,7 +85,7 @@ class ModuleUnit:
 
 
 class Zero3(nn.Module):
-    """A module whose tensors are distributed over ranks.
+    """A module with tensors that are distributed over ranks.
 
     Args:
         module: on the meta device, or the same on all ranks; the owner's values of each tensor are

@@ -97,7 +97,7 @@ def _attention(kind: str) -> Callable[[], None]:
 
 
 def _experts(routing: str) -> Callable[[], None]:
-    """Return a step of spread experts, whose tokens choose by chance."""
+    """Return a step of spread experts; tokens choose by chance."""
     group: Any = dist.group.WORLD
     torch.manual_seed(group.rank())
     layer = ep.Experts(

@@ -78,7 +78,7 @@ class Recorded:
     memory: list[tuple[float, int]] = field(default_factory=list)
     """Seconds from the step's begin, and live bytes from then on."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Phase → seconds from the step's begin, in the run whose memory was recorded."""
+    """Phase → seconds from the step's begin, in the run that recorded memory."""
     memory_seconds: float = 0.0
     """Duration of the step in that run."""
     parameters: int = 0

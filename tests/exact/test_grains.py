@@ -34,7 +34,7 @@ def rounded_sums(parts: torch.Tensor) -> set[float]:
 
 
 def test_sums_of_parts_on_the_grid_are_equal_in_any_order() -> None:
-    """Oracle: all orders of five numbers, of which plain float64 sums round to two results."""
+    """Oracle: all orders of five numbers; plain float64 sums of them round to two results."""
     assert rounded_sums(PARTS) == {1.0, 1.0 + 2.0**-23}
     assert rounded_sums(on_grid(PARTS, GRADIENTS)) == {1.0}
 

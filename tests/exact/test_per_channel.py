@@ -1,5 +1,5 @@
-"""A new family, whose layers have a value per channel, outside of the package: declared in one
-class each, they keep every promise of the layout mode."""
+"""A new family outside of the package, with values per channel. Its layers are one class each, and
+keep the promise of the layout mode."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class Affine(Layer):
 
 
 class Gate(Layer):
-    """A sigmoid gate per hidden channel, of which a rank has some."""
+    """A sigmoid gate per hidden channel; ranks split the channels."""
 
     split = Split.columns
     initial: Mapping[str, Initial] = {"logits": residual}

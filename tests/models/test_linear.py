@@ -94,7 +94,7 @@ def test_plain_loss_multiplies_in_float32(monkeypatch: pytest.MonkeyPatch) -> No
     "layer", [SwiGLU(8, 16), GELUFeedForward(8, 16)], ids=["swiglu", "gelu"]
 )
 def test_wide_results_are_freed_before_the_last_product(layer: nn.Module) -> None:
-    """Oracle: references to the results of the first products, where no backward needs them."""
+    """Oracle: references to the results of the first products; no backward needs them."""
     results: list[weakref.ref[Tensor]] = []
     alive: list[list[bool]] = []
 

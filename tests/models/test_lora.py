@@ -1,4 +1,4 @@
-"""Low-rank adapters: what trains, where they start, and which inputs are dropped."""
+"""Low-rank adapters: their initial values, what trains, and which inputs are dropped."""
 
 import copy
 from typing import Any
@@ -38,7 +38,7 @@ def adapted(family: str, dropout: float = 0.0) -> Any:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_start_without_effect_and_alone_get_gradients(family: str) -> None:
-    """Oracle: the same model whose adapters are multiplied by zero; the names of parameters."""
+    """Oracle: the same model with adapters multiplied by zero; the names of parameters."""
     model = adapted(family)
     tokens = torch.randint(0, 30, (2, 24), generator=torch.Generator().manual_seed(0))
     plain = copy.deepcopy(model)

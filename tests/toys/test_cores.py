@@ -116,7 +116,7 @@ def shard_and_follow(library: Any, model: Model) -> list[float]:
 
 
 def train_zero1(core: ModuleType, model: Model) -> list[float]:
-    """Train on a module whose gradients are averaged on every rank."""
+    """Train on a module with gradients averaged on every rank."""
     module = DistributedDataParallel(model)
     update = core.ShardedUpdate()
     update.slices = core.Slices(model, dist.group.WORLD, 1000)

@@ -50,7 +50,7 @@ def test_each_loop_has_the_bits_of_one_process(
 def test_loops_over_parts_have_the_losses_of_one_process(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Oracle: the same model and batches on one rank, where nothing is split."""
+    """Oracle: the same model and batches on one rank, without any split."""
     assert load_run(LOOPS, "split").main() == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
         "one",
@@ -83,7 +83,7 @@ def test_a_loop_without_its_exchange_is_reported(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Oracle: the same script on a copy of a loop whose ranks never exchange their updates or
+    """Oracle: the same script on a copy of a loop without the exchange of updates or
     gradients."""
     for other in others:
         shutil.copy(LOOPS / f"{other}.py", tmp_path)

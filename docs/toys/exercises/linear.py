@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class ShardedLinear(nn.Module):
-    """``nn.functional.linear`` by a weight of which each rank keeps its rows.
+    """``nn.functional.linear`` by a weight that ranks shard by rows.
 
     Between forward and backward nothing of the whole weight's size is kept. A forward and its
     backward take two all-gathers and one reduce-scatter.

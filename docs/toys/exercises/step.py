@@ -1,4 +1,4 @@
-"""Exercise 3, before ZeRO-1: an optimizer step of which each rank does its share.
+"""Exercise 3, before ZeRO-1: an optimizer step that the ranks share.
 
 All ranks have the same parameter and the same gradient. AdamW's two averages are twice as large as
 the parameter; if each rank keeps them for 1/N of the elements only, which rank updates which

@@ -9,7 +9,7 @@ from fsdptoys.toys.optim import AdamW
 
 
 def train(model, batches):
-    """Take a step for each batch, of which each rank has its rows; return losses and parameters."""
+    """Take a step on each rank's rows of each batch; return losses and parameters."""
     together, same = make_groups(dist.get_world_size())
     model.moe.experts = Experts(model.moe.experts.gate_up_LHD, model.moe.experts.down_LDF, together)
     optimizer = AdamW(model.parameters(), lr=1e-2)

@@ -8,7 +8,7 @@
    views of one block. Its storage is resized to nothing and back, since autograd saved such views.
 2. Collectives are asynchronous. ``FSDPUnit.reduce`` is a generator that yields where it would wait.
    The next unit's backward resumes it (``Reductions``), so that it overlaps with that computation.
-3. ``UnitHooks`` calls both. The backward's next unit is the one whose forward ended before.
+3. ``UnitHooks`` calls both. The backward's next unit is the one that ended its forward before.
 4. ``fully_shard`` makes a unit of a module's parameters; other files extend it by subclasses.
 """
 
@@ -220,7 +220,7 @@ class Iteration:
         self.reductions = Reductions()
 
     def end_backward(self) -> None:
-        """Catch up on units whose inputs had no gradient (an embedding); then end the step."""
+        """Catch up on units with inputs without gradient (an embedding); then end the step."""
         for hooks in self.hooks:
             hooks.end_backward()
         self.awaits_end = False
@@ -265,7 +265,7 @@ class UnitHooks:
         return self.watch_inputs(args, kwargs)
 
     def watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Pass the inputs through a node whose backward calls ``post_backward``."""
+        """Pass the inputs through a node that calls ``post_backward`` in its backward."""
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if not (inputs and self.unit.params and torch.is_grad_enabled()):
             return args, kwargs
@@ -303,7 +303,7 @@ class UnitHooks:
         return grad
 
     def prefetch_backward(self) -> None:
-        """Begin to gather the unit whose forward ended before this one's."""
+        """Begin to gather the unit that ended its forward before this one."""
         turn = self.turns.pop() if self.turns else 0
         if turn > 0 and self.iteration.finished[turn - 1].unit.gathers_in_backward:
             self.iteration.finished[turn - 1].unit.gather()
@@ -360,7 +360,7 @@ def take_parameters(modules: Sequence[nn.Module]) -> dict[nn.Parameter, Homes]:
 def fully_shard(module: Any, mesh: DeviceMesh, reshard_after_forward: bool = True) -> Any:
     """Make a unit of a module's parameters, except those of units within it.
 
-    Call it bottom-up. The root, whose backward comes next, needs ``reshard_after_forward=False``.
+    Call it bottom-up, with ``reshard_after_forward=False`` for the root: its backward comes next.
     """
     homes = take_parameters([module])
     hooks = UnitHooks([module], FSDPUnit(homes, [0] * len(homes), mesh, reshard_after_forward))

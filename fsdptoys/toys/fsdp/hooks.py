@@ -1,7 +1,7 @@
 """Hooks for prefetching, recomputation, units of several modules, and mixed precision.
 
 - Prefetching: the forward gathers the unit that came next in the last step, or the units that the
-  user lists; the backward the one whose forward ended before, or a list. A wrong guess costs one
+  user lists; the backward the one that ended its forward before, or a list. A wrong guess costs one
   all-gather.
 - Recomputation needs no gathering of its own: a module's ``pre_backward`` has come before it.
 - Several modules share a unit: the first to run gathers it, the last one reshards it.
@@ -43,7 +43,7 @@ class FullIteration(Iteration):
     """The unit that began last in it."""
 
     def end_backward(self) -> None:
-        """End the forward as well, where it is still open."""
+        """End the forward as well if it is still open."""
         self.outermost = None
         super().end_backward()
 
@@ -68,7 +68,7 @@ class FullHooks(UnitHooks):
         self.recomputes = False
         """Whether forwards are recomputations: once the unit's backward has begun."""
         self.to_run: set[nn.Module] = set()
-        """Of several modules, those whose forward is still to come."""
+        """Of several modules, those with a forward still to come."""
         self.successor: FullHooks | None = None
         """The unit that came next in the last forward."""
         self.forward_prefetch: list[FullHooks] = []
@@ -140,7 +140,7 @@ class FullHooks(UnitHooks):
         return output
 
     def leave_forward(self) -> None:
-        """Stay whole after a recomputation, whose backward comes next."""
+        """Stay whole after a recomputation: its backward comes next."""
         if not in_backward():
             super().leave_forward()
 
@@ -155,7 +155,7 @@ class FullHooks(UnitHooks):
         return grad
 
     def prefetch_backward(self) -> None:
-        """Gather the unit whose forward ended before, if the user lists none."""
+        """Gather the unit that ended its forward before, if the user lists none."""
         if not self.backward_prefetch:
             super().prefetch_backward()
 

@@ -42,7 +42,7 @@ class FSDPModule:
         self._get_fsdp_state().forward_prefetch = [module._get_fsdp_state() for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather these in the backward, instead of the unit whose forward ended before."""
+        """Gather these in the backward, instead of the unit that ended its forward before."""
         self._get_fsdp_state().backward_prefetch = [module._get_fsdp_state() for module in modules]
 
     def set_gradient_divide_factor(self, factor: float) -> None:

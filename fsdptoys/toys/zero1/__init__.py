@@ -11,7 +11,7 @@ from .core import ShardedUpdate
 
 
 class Zero1(ShardedUpdate, DDP):
-    """A module under DDP whose optimizer is built over ``pieces()`` and attached with ``attach``.
+    """A module under DDP. Build its optimizer over ``pieces()`` and attach it with ``attach``.
 
     Args:
         module, process_group: as for DDP.
