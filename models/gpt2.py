@@ -44,17 +44,9 @@ class GPT2Format(HuggingFaceFormat):
                 )
             ]
         tensor = self.tensor_name(name).replace("mlp.down_proj", "mlp.c_proj")
-        if projection.endswith("_proj") and kind == "weight":
-            return [
-                Piece(
-                    whole(shape),
-                    tensor,
-                    shape[::-1],
-                    whole(shape[::-1]),
-                    transposed=True,
-                )
-            ]
-        return [Piece(whole(shape), tensor, shape, whole(shape))]
+        transposed = projection.endswith("_proj") and kind == "weight"
+        stored = shape[::-1] if transposed else shape
+        return [Piece(whole(shape), tensor, stored, whole(stored), transposed)]
 
 
 @dataclass
