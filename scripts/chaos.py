@@ -76,12 +76,9 @@ class Tally:
 
 def hash_weights(folder: Path) -> str:
     """SHA-256 of the final weights' files."""
-    digest = hashlib.sha256()
     paths = sorted((folder / "weights").glob("*.safetensors"))
     assert paths, f"{folder} holds no weights"
-    for path in paths:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join(map(Path.read_bytes, paths))).hexdigest()
 
 
 def kill_once(
@@ -148,11 +145,10 @@ def disturb(
         doing(f"{campaign.name}, kill {number + 1} of {kills}")
         next_moment = campaign.moments[number % 3]
         everybody = chance.random() < 0.5
-        before = attempt.last_step()
         moment = kill_once(
             attempt,
             next_moment,
-            before + chance.randint(1, STEPS_A_KILL - 3),
+            attempt.last_step() + chance.randint(1, STEPS_A_KILL - 3),
             everybody,
             chance,
         )

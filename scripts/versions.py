@@ -150,10 +150,13 @@ def run_tests(name: str) -> Row:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "junit.xml")
-        options = ["-m", "pytest", "-q", "--all", "--tb=short", f"--junitxml={log}"]
-        paths = [f"tests/{path}" for path in TESTS[name].split()]
+        command = [sys.executable, "-m", "pytest", "-q", "--all", "--tb=short"]
+        command += [
+            f"--junitxml={log}",
+            *(f"tests/{path}" for path in TESTS[name].split()),
+        ]
         process = subprocess.run(
-            [sys.executable, *options, *paths],
+            command,
             cwd=ROOT,
             capture_output=True,
             text=True,

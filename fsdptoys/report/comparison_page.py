@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from fsdptoys.sweep import JobStatus
+from fsdptoys.sweep.folder import label_of
 from fsdptoys.utils.figures import Picture
 from fsdptoys.utils.text import gib_text, value_text
 
@@ -14,6 +15,7 @@ from .breakdown_figures import PlottedRun
 from .columns import TableCell
 from .comparison_figures import MEASURES, draw_comparison, measured_memory
 from .page_parts import (
+    CellRows,
     HtmlCell,
     Section,
     definitions_section,
@@ -163,7 +165,7 @@ def _differences(
     if not keys:
         return render("paragraphs", ["All settings are the same."])
     missing = HtmlCell("—", mark="quiet")
-    rows: list[list[HtmlCell | str]] = [
+    rows: CellRows = [
         [name, *(value_cell(own[key]) if key in own else missing for key in keys)]
         for name, own in zip(names, settings, strict=True)
     ]
@@ -176,7 +178,7 @@ def _differences(
     return table("differences-table", caption, headings, rows, sortable=True)
 
 
-def _failed(collection: Collection, names: Sequence[str]) -> list[list[HtmlCell | str]]:
+def _failed(collection: Collection, names: Sequence[str]) -> CellRows:
     """Rows of the configurations without a result: name, status and reason."""
     unfinished = [
         (name, record.status.value, record.reason or "no reason recorded")
@@ -184,12 +186,7 @@ def _failed(collection: Collection, names: Sequence[str]) -> list[list[HtmlCell 
         if record.status is not JobStatus.completed
     ]
     skipped = [
-        (
-            " ".join(f"{key}={value}" for key, value in one.varied.items()),
-            "skipped",
-            one.reason,
-        )
-        for one in collection.skipped
+        (label_of(one.varied), "skipped", one.reason) for one in collection.skipped
     ]
     return [
         [name, HtmlCell(status, status, "warn" * (status != "skipped")), reason]

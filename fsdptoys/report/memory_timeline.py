@@ -257,18 +257,15 @@ def lifetime(begin: float, end: float, phases: Sequence[Mark]) -> Lifetime:
     first, last = (
         phases[index][1] if phases else "forward" for index in (begun, ended)
     )
-    if end == np.inf:
-        # Blocks cut off by the end of the history are classified as in earlier steps.
-        return {"update": Lifetime.persistent, "backward": Lifetime.gradients}.get(
-            first, Lifetime.other
-        )
-    if begun == ended:
-        return Lifetime.temporary
-    if first == "forward" and last == "backward":
-        return Lifetime.activations
-    if first == "backward":
-        return Lifetime.gradients
-    return Lifetime.persistent if first == "update" else Lifetime.other
+    # Blocks cut off by the end of the history are classified as in earlier steps.
+    if end < np.inf:
+        if begun == ended:
+            return Lifetime.temporary
+        if first == "forward" and last == "backward":
+            return Lifetime.activations
+    return {"update": Lifetime.persistent, "backward": Lifetime.gradients}.get(
+        first, Lifetime.other
+    )
 
 
 def _timeline(

@@ -40,6 +40,10 @@ class HtmlCell:
     """CSS classes: ``warn`` highlights, ``quiet`` dims, ``nowrap`` keeps the text on one line."""
 
 
+CellRows = list[list[HtmlCell | str]]
+"""Rows of a table; texts are sorted as they are."""
+
+
 def value_cell(value: object, text: str | None = None, mark: str = "") -> HtmlCell:
     """Cell of any value, sorted as a number if it is a finite one."""
     text = value_text(value) if text is None else text
@@ -125,8 +129,8 @@ def environment_section(runs: Sequence[tuple[str, RecordedRun]]) -> Section:
     """Environments of the runs; values that differ come first, marked and listed by run."""
     flats = {name: dict(flatten(run.environment)) for name, run in runs}
     single = len(flats) == 1
-    differing: list[list[HtmlCell | str]] = []
-    same: list[list[HtmlCell | str]] = []
+    differing: CellRows = []
+    same: CellRows = []
     for key in dict.fromkeys(key for flat in flats.values() for key in flat):
         values: dict[str, list[str]] = {}
         for name, flat in flats.items():
@@ -155,7 +159,7 @@ def prediction_section(
     runs: Sequence[tuple[str, RecordedRun]], figures: Markup | None = None
 ) -> Section:
     """Table of predicted and measured values, below ``figures``."""
-    rows: list[list[HtmlCell | str]] = []
+    rows: CellRows = []
     methods = set()
     several = len(runs) > 1
     for name, run in runs:

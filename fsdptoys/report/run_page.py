@@ -18,6 +18,7 @@ from fsdptoys.utils.text import UNITS, value_text
 from .breakdown_figures import PlottedRun, draw_memory_split
 from .memory_timeline import read_timeline
 from .page_parts import (
+    CellRows,
     HtmlCell,
     Section,
     definitions_section,
@@ -101,7 +102,7 @@ def _operators(run: RecordedRun) -> Markup:
             "the operators that take most time."
         )
         return render("paragraphs", [why])
-    cells: list[list[HtmlCell | str]] = [
+    cells: CellRows = [
         [row[0], *(HtmlCell(text, _size(text)) for text in row[1:])] for row in rows[1:]
     ]
     caption = (

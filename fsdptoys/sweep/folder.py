@@ -93,10 +93,12 @@ class Job:
     @property
     def label(self) -> str:
         """The varied settings, as typed."""
-        return (
-            " ".join(f"{key}={value}" for key, value in self.varied.items())
-            or "as it is"
-        )
+        return label_of(self.varied)
+
+
+def label_of(varied: Mapping[str, str]) -> str:
+    """Return varied settings as typed."""
+    return " ".join(f"{key}={value}" for key, value in varied.items()) or "as it is"
 
 
 @dataclass(frozen=True)
@@ -139,21 +141,9 @@ class Sweep:
         for job in self.jobs:
             if not (self.job_folder(job) / JOB_FILE).exists():
                 write_job(self.job_folder(job), job)
-        jobs = [job.name for job in self.jobs]
-        content = _SweepFile(
-            self.title,
-            self.command,
-            self.time_limit_seconds,
-            jobs,
-            self.skipped,
-            self.argv,
-        )
-        text = json.dumps(
-            _renamed(dataclasses.asdict(content), "argv", "words"),
-            indent=2,
-            ensure_ascii=False,
-        )
-        write_atomically(self.path / SWEEP_FILE, text + "\n")
+        tree = dataclasses.asdict(self) | {"jobs": [job.name for job in self.jobs]}
+        del tree["path"]
+        _write(self.path / SWEEP_FILE, _renamed(tree, "argv", "words"))
 
 
 @dataclass(frozen=True)
@@ -211,15 +201,7 @@ def read_sweep(path: Path) -> Sweep:
             raise ConfigError(
                 f"{file} is the file of job {job.name}; remove the folder {file.parent}"
             )
-    return Sweep(
-        path,
-        definition.title,
-        definition.command,
-        jobs,
-        definition.skipped,
-        definition.time_limit_seconds,
-        definition.argv,
-    )
+    return Sweep(path, **{**vars(definition), "jobs": jobs})
 
 
 def read_job(folder: Path) -> Job:
@@ -251,10 +233,11 @@ def write_job(folder: Path, job: Job) -> None:
     """Write a job's file atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     tree = {**dataclasses.asdict(job), "status": job.status.value}
-    text = json.dumps(
-        _renamed(tree, "overrides", "words"), indent=2, ensure_ascii=False
-    )
-    write_atomically(folder / JOB_FILE, text + "\n")
+    _write(folder / JOB_FILE, _renamed(tree, "overrides", "words"))
+
+
+def _write(path: Path, tree: Mapping[str, Any]) -> None:
+    write_atomically(path, json.dumps(tree, indent=2, ensure_ascii=False) + "\n")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -23,11 +23,20 @@ from rich.console import Console
 from fsdptoys.config.choices import list_choices
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.file_lock import FolderLock, is_locked
-from fsdptoys.utils.text import duration_text
+from fsdptoys.utils.text import counted, duration_text
 
 from .axes import Combination, combine, read_axes, read_base
 from .definition import is_file_name, list_sweeps, read_definition
-from .folder import SWEEP_FILE, Job, JobStatus, Skipped, Sweep, is_sweep_dir, read_sweep
+from .folder import (
+    SWEEP_FILE,
+    Job,
+    JobStatus,
+    Skipped,
+    Sweep,
+    is_sweep_dir,
+    label_of,
+    read_sweep,
+)
 from .job_list import Arrangement, arrange, still_running, write_arrangement
 from .runner import TRAIN, print_line, run_jobs
 from .slurm_queue import jobs_in_queue
@@ -318,9 +327,8 @@ def _lock(path: Path) -> FolderLock:
 
 def _print_plan(sweep: Sweep, arrangement: Arrangement, briefly: bool = False) -> None:
     """Print the jobs to run and the skipped combinations."""
-    jobs = len(arrangement.jobs)
     to_run = len(arrangement.to_run)
-    count = f"{jobs} job{'s' * (jobs != 1)}"
+    count = counted(len(arrangement.jobs), "job")
     if arrangement.ended:
         count += f", {len(arrangement.ended)} of which have ended already"
     limit = (
@@ -348,11 +356,7 @@ def _print_plan(sweep: Sweep, arrangement: Arrangement, briefly: bool = False) -
             "machine has changed; its files are kept as an attempt"
         )
     for skipped in arrangement.skipped:
-        label = (
-            " ".join(f"{key}={value}" for key, value in skipped.varied.items())
-            or "as it is"
-        )
-        print_line(f"  skipped {label}: {skipped.reason}")
+        print_line(f"  skipped {label_of(skipped.varied)}: {skipped.reason}")
 
 
 def _run(

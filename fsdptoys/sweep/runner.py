@@ -12,6 +12,7 @@ polls: an exception raised in a handler could interrupt a file being written.
 import contextlib
 import dataclasses
 import itertools
+import math
 import os
 import shutil
 import signal
@@ -169,13 +170,9 @@ def run_job(
             folder, [*train, *job.overrides], folder / OUTCOME_FILE, log
         )
         interruption.watch(process.pid)
-        deadline = (
-            started + time_limit_seconds
-            if time_limit_seconds is not None
-            else float("inf")
-        )
+        limit = math.inf if time_limit_seconds is None else time_limit_seconds
         try:
-            ended_for, exit_status = _wait(process, deadline, interruption)
+            ended_for, exit_status = _wait(process, started + limit, interruption)
         except BaseException:
             end_launcher(process)
             write_job(

@@ -30,10 +30,10 @@ from fsdptoys.utils.file_lock import is_locked
 from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import read_regular
-from fsdptoys.utils.text import one_line, printable
+from fsdptoys.utils.text import one_line
 
 from .folder import JOBS_FOLDER, Job, JobStatus, Sweep, read_job, write_job
-from .runner import describe_end
+from .runner import describe_end, print_line
 
 SLURM = "submitit_slurm"
 """``hydra/launcher=`` of SLURM jobs."""
@@ -86,17 +86,12 @@ class Submission:
 
     def ids(self) -> dict[str, str]:
         """Return job → queue id of the accepted jobs."""
-        ids: dict[str, str] = {}
+        ids: dict[int, str] = {}
         for path in self.folder.glob("*/*_submitted.pkl"):
-            identity, _, index = path.parent.name.partition("_")
-            position = int(index) if index else 0
-            if (
-                path.name == f"{path.parent.name}_submitted.pkl"
-                and identity.isdecimal()
-                and position < len(self.jobs)
-            ):
-                ids[self.jobs[position]] = path.parent.name
-        return dict(sorted(ids.items(), key=lambda pair: self.jobs.index(pair[0])))
+            identity = re.fullmatch(r"[0-9]+(?:_([0-9]+))?", path.parent.name)
+            if identity and path.name == f"{identity[0]}_submitted.pkl":
+                ids[int(identity[1] or 0)] = identity[0]
+        return {job: ids[index] for index, job in enumerate(self.jobs) if index in ids}
 
     def log(self, job: str) -> Path:
         """Return the stderr log of a job's first task, or the submission's folder if the job has no
@@ -279,7 +274,7 @@ def watch_jobs(
                 printed[name] = job.status
                 runs = job.status is JobStatus.running
                 text = f"runs {job.label}" if runs else describe_end(sweep, job)
-                print(printable(f"{name} {text}"), flush=True)
+                print_line(f"{name} {text}")
             if settled or gone:
                 del open_jobs[name]
                 after_job()

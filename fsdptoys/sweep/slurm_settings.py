@@ -136,14 +136,9 @@ def read_launcher(overrides: tuple[str, ...]) -> QueueLauncher:
             name, (SLURM, LOCAL), "leave it out to run the jobs here, one after another"
         )
         raise ConfigError(f"{LAUNCHER_GROUP}={name} must be {SLURM} or {LOCAL}; {fix}")
-    try:
-        installed = (
-            importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher")
-            is not None
-        )
-    except ModuleNotFoundError:
-        installed = False
-    if not installed:
+    # A submodule's spec needs its package
+    packages = ("hydra_plugins", "hydra_plugins.hydra_submitit_launcher")
+    if not all(map(importlib.util.find_spec, packages)):
         raise ConfigError(
             f"{LAUNCHER_GROUP}={name} needs Hydra's submitit launcher; pip install -e '.[slurm]'"
         )

@@ -45,7 +45,7 @@ from fsdptoys.utils.text import print_status
 
 from .folder import JOBS_FOLDER, RUN_FOLDER, Job, JobStatus, Sweep, read_job, write_job
 from .job_list import still_running
-from .runner import heeded_signals, quote, set_aside
+from .runner import heeded_signals, print_line, quote, set_aside
 from .slurm_node import run_on_node
 from .slurm_queue import (
     QUEUE_FOLDER,
@@ -149,11 +149,11 @@ def submit(
             watch_jobs(sweep, _on_slurm(watched), after_job)
     except KeyboardInterrupt:
         ids = [
-            submission.ids().get(name, "")
+            submission.ids()[name].partition("_")[0]
             for name, submission in _on_slurm(watched).items()
+            if name in submission.ids()
         ]
-        numbers = sorted({identity.partition("_")[0] for identity in ids if identity})
-        if numbers:
+        if numbers := sorted(set(ids)):
             print_status(
                 f"the jobs in the queue continue; scancel {' '.join(numbers)} ends them, and "
                 f"fsdptoys sweep --resume {shlex.quote(str(sweep.path))} collects finished ones"
@@ -238,9 +238,8 @@ def _print_ids(sweep: Sweep, watched: Mapping[str, Submission]) -> None:
         ids = ", ".join(
             f"{name} as {one.ids().get(name)}" for name, one in watched.items()
         )
-        print(
-            f"fsdptoys: SLURM has the jobs {ids}; their files are in {sweep.path / QUEUE_FOLDER}",
-            flush=True,
+        print_line(
+            f"fsdptoys: SLURM has the jobs {ids}; their files are in {sweep.path / QUEUE_FOLDER}"
         )
 
 
@@ -307,8 +306,6 @@ def _make_launcher(
         *launcher.overrides,
         f"hydra.sweep.dir={quote(str(sweep.path.absolute()))}",
         "hydra.output_subdir=null",
-    ]
-    overrides += [
         "hydra.job.chdir=false",
         "hydra/job_logging=none",
         "hydra/hydra_logging=none",

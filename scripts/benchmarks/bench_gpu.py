@@ -30,7 +30,6 @@ import functools
 import json
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -48,7 +47,7 @@ from fsdptoys.device.profile import load_hardware
 from fsdptoys.metrics.prediction import MemoryPrediction
 from fsdptoys.models import ModelConfig
 from fsdptoys.plan.estimate.estimate import fast_estimate
-from scripts.benchmarks.bench_peers import PEERS, ROOT
+from scripts.benchmarks.bench_peers import PEERS, ROOT, peers_versions
 from scripts.benchmarks.gpu_page import (
     ACCELERATE,
     BARE,
@@ -72,6 +71,8 @@ from scripts.common.machine import machine, without_clocks
 from scripts.common.progress import doing, progress, unit
 
 HARDWARE = "h200"
+PACKAGES = ["torch", "transformers", "accelerate"]
+"""Of the peers."""
 NO_TIME = "left out: the call's time was over"
 LEAST_SECONDS = 30.0
 """A row is not begun with less."""
@@ -257,18 +258,6 @@ def planned_memory(overrides: Sequence[str], device: str) -> MemoryPrediction | 
     return fast_estimate(config, load_hardware(HARDWARE), 1).memory
 
 
-def peers_versions(python: str) -> str:
-    """Installed versions of the peers' packages."""
-    ask = (
-        "import importlib.metadata as m, importlib.util as u\n"
-        "print(*(f'{n} {m.version(n)}' for n in ('torch', 'transformers', 'accelerate') "
-        "if u.find_spec(n)), sep=', ')"
-    )
-    return subprocess.run(
-        [python, "-c", ask], check=True, capture_output=True, text=True
-    ).stdout.strip()
-
-
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -328,7 +317,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Run the rows; 0 if no target is missed."""
     args = parse_arguments()
-    on = f"{machine(args.device)}; peers: {peers_versions(args.peers_python)}"
+    on = f"{machine(args.device)}; peers: {peers_versions(args.peers_python, PACKAGES)}"
     peak = memory_gib = None
     if args.device == "cuda":
         peak = peak_flops(Device(args.device).name)

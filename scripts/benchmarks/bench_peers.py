@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import venv
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -246,20 +247,18 @@ def render(results: dict[str, list[Measured]], work: Work, warmup: int) -> str:
     ])  # fmt: skip
 
 
-def peers_versions(programs: Path) -> str:
-    """Versions of the packages in the peers' environment."""
-    names = ["torch", "accelerate", "transformers", "lightning", "litgpt"]
+PACKAGES = ["torch", "accelerate", "transformers", "lightning", "litgpt"]
+
+
+def peers_versions(python: str, names: Sequence[str]) -> str:
+    """Versions of the packages that the peers' environment has."""
     ask = (
-        f"from importlib.metadata import version; print(*(f'{{n}} {{version(n)}}' for n in "
-        f"{names}), sep=', ')"
+        "import importlib.metadata as m, importlib.util as u\n"
+        f"print(*(f'{{n}} {{m.version(n)}}' for n in {names} if u.find_spec(n)), sep=', ')"
     )
-    output = subprocess.run(
-        [str(programs / "python"), "-c", ask],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    return output.strip()
+    return subprocess.run(
+        [python, "-c", ask], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def main() -> int:
@@ -297,8 +296,9 @@ def main() -> int:
     with progress(turns), tempfile.TemporaryDirectory() as scratch:
         doing("looking for the peers, or installing them")
         programs = peers_bin(args.venv)
+        versions = peers_versions(str(programs / "python"), PACKAGES)
         texts += [
-            f"# Peers\n\n{command_line()}\n\n{machine('cpu')}; peers: {peers_versions(programs)}.",
+            f"# Peers\n\n{command_line()}\n\n{machine('cpu')}; peers: {versions}.",
             f"A Llama of {parameters / 1e6:.1f}M parameters (dim {model.dim}, {model.n_layers} "
             f"layers, {heads} heads, vocabulary {model.vocab_size}); {args.rounds} rounds; "
             "AdamW, clipping at 1.0. The rows that are judged are those with the chunked loss, "

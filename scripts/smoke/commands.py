@@ -71,11 +71,11 @@ def check_commands(report: Report, device: str) -> None:
                 folder,
             )
 
-        halves = ["checkpoint.every=2"]
-        first = trained("run", "train.steps=2", *halves)
+        halves = "checkpoint.every=2"
+        first = trained("run", "train.steps=2", halves)
         whole = trained("whole", "train.steps=4")
         first.result()
-        trained("run", "train.steps=4", *halves, "checkpoint.resume=must").result()
+        trained("run", "train.steps=4", halves, "checkpoint.resume=must").result()
         whole.result()
         report.close(
             "resumed losses",

@@ -10,7 +10,7 @@ from pathlib import Path
 from fsdptoys.cli.sweep import sweep_command
 from fsdptoys.config.choices import list_choices
 from fsdptoys.sweep.axes import Axis, read_axes
-from fsdptoys.sweep.folder import Job, Sweep, read_sweep
+from fsdptoys.sweep.folder import Job, JobStatus, Sweep, read_sweep, write_job
 from fsdptoys.sweep.slurm_queue import SLURM, begin_submission
 from tests.harness.processes import wait_until
 
@@ -50,6 +50,15 @@ def make_sweep(path: Path, rows: list[tuple[str, ...]]) -> Sweep:
     sweep = Sweep(path, "a title", "fsdptoys sweep", jobs, [], None)
     sweep.write()
     return sweep
+
+
+def job_folder(path: Path, *overrides: str) -> Path:
+    """Folder of the only job of a sweep."""
+    return make_sweep(path, [overrides]).path / "jobs/01"
+
+
+def write_status(folder: Path, status: JobStatus, reason: str | None = None) -> None:
+    write_job(folder, Job("01", TINY, {}, "run 1", status, reason=reason))
 
 
 ON_SLURM = f"hydra/launcher={SLURM}"

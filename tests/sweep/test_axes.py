@@ -74,10 +74,9 @@ def test_rows_alternate_before_typed_axes_vary() -> None:
     ]
     combinations = combine(base, rows, axes("train.steps=5,6"))
     assert [sorted(one.overrides) for one in combinations] == [
-        ["memory.chunk_loss=false", "parallel=fsdp1", "train.steps=5"],
-        ["memory.chunk_loss=false", "parallel=fsdp1", "train.steps=6"],
-        ["memory.chunk_loss=true", "parallel=fsdp2", "train.steps=5"],
-        ["memory.chunk_loss=true", "parallel=fsdp2", "train.steps=6"],
+        [f"memory.chunk_loss={chunk}", f"parallel={strategy}", f"train.steps={steps}"]
+        for strategy, chunk in (("fsdp1", "false"), ("fsdp2", "true"))
+        for steps in (5, 6)
     ]
     assert combinations[3].varied == {
         "parallel": "fsdp2",

@@ -1,6 +1,7 @@
 """The ``fsdptoys sweep`` command, with processes that replace training (``standin``), and with real
 runs."""
 
+import dataclasses
 import resource
 import signal
 import sys
@@ -215,9 +216,8 @@ def test_sweep_with_a_running_job_is_refused(
     assert sweep(*SMALL, "train.seed=0") == 0
     result = the_sweep()
     job = result.jobs[0]
-    write_job(
-        result.job_folder(job), type(job)(**{**vars(job), "status": JobStatus.running})
-    )
+    running = dataclasses.replace(job, status=JobStatus.running)
+    write_job(result.job_folder(job), running)
     lock = FolderLock(result.run_dir(job))
     assert main(["sweep", "--resume", str(result.path)]) == 2
     lock.release()
@@ -245,27 +245,21 @@ def test_recorded_launcher_arguments_that_run_commands_are_refused(
     either case."""
     launcher = ["hydra/launcher=submitit_slurm", option]
     before = Sweep(tmp_path, "t", "c", [], [], None, ("train.seed=1,2", *launcher))
+
+    def resumed(*overrides: str) -> list[str]:
+        arguments = read_words(["--resume", str(tmp_path), *overrides])
+        return with_recorded_arguments(arguments, before).launcher_overrides
+
     if is_used:
-        assert (
-            with_recorded_words(
-                read_words(["--resume", str(tmp_path)]), before
-            ).launcher_words
-            == launcher
-        )
+        assert resumed() == launcher
     else:
         with pytest.raises(
             ConfigError, match="may run commands on the nodes"
         ) as caught:
-            with_recorded_words(read_words(["--resume", str(tmp_path)]), before)
-        assert str(caught.value).isprintable() and option.split("=")[0] in str(
-            caught.value
-        )
-    assert (
-        with_recorded_words(
-            read_words(["--resume", str(tmp_path), *launcher]), before
-        ).launcher_words
-        == launcher
-    )
+            resumed()
+        message = str(caught.value)
+        assert message.isprintable() and option.split("=")[0] in message
+    assert resumed(*launcher) == launcher
 
 
 FILE = """

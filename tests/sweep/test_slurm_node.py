@@ -13,34 +13,28 @@ import pytest
 
 from fsdptoys.sweep import runner
 from fsdptoys.sweep import slurm_node as nodes
-from fsdptoys.sweep.folder import Job, JobStatus, read_job, write_job
+from fsdptoys.sweep.folder import Job, JobStatus, read_job
 from fsdptoys.sweep.slurm_node import run_on_node
 from fsdptoys.utils.regular_file import read_regular
 from tests.sweep.jobs import (
     ENDS_WELL_WHEN_ASKED,
     TINY,
+    job_folder,
     make_sweep,
     once_ready,
     stand_in,
+    write_status,
 )
 
-BEFORE_LIMIT = "as it does before its own time limit"
+BEFORE_LIMIT = "the queue asked it to end ({}), as it does before its own time limit"
 
 
 @pytest.mark.parametrize(
     ("number", "status", "reason"),
     [
-        (
-            signal.SIGUSR1,
-            JobStatus.timed_out,
-            f"the queue asked it to end (SIGUSR1), {BEFORE_LIMIT}",
-        ),
-        (
-            signal.SIGUSR2,
-            JobStatus.timed_out,
-            f"the queue asked it to end (SIGUSR2), {BEFORE_LIMIT}",
-        ),
-        (signal.SIGTERM, JobStatus.stopped, "the queue ended it (SIGTERM)"),
+        (signal.SIGUSR1, JobStatus.timed_out, BEFORE_LIMIT),
+        (signal.SIGUSR2, JobStatus.timed_out, BEFORE_LIMIT),
+        (signal.SIGTERM, JobStatus.stopped, "the queue ended it ({})"),
     ],
 )
 def test_queues_signal_stops_the_launcher_cleanly(
@@ -51,7 +45,7 @@ def test_queues_signal_stops_the_launcher_cleanly(
     reason: str,
 ) -> None:
     """Oracle: the launcher's status 0, with which the job would otherwise count as done."""
-    folder = make_sweep(tmp_path, [()]).path / "jobs/01"
+    folder = job_folder(tmp_path)
     waits = threading.Event()
     wait = runner._wait
 
@@ -67,14 +61,15 @@ def test_queues_signal_stops_the_launcher_cleanly(
     with once_ready(folder, ask):
         run_on_node(folder, 0, ["here"], 7, stand_in(ENDS_WELL_WHEN_ASKED))
     job = read_job(folder)
-    assert (job.status, job.reason, job.exit_status) == (status, reason, 0)
+    assert (job.status, job.exit_status) == (status, 0)
+    assert job.reason == reason.format(number.name)
 
 
 def test_nodes_rendezvous_at_the_first_which_alone_writes_the_job_file(
     tmp_path: Path,
 ) -> None:
     """Oracle: the arguments that two nodes' launchers received, and the single job file."""
-    folder = make_sweep(tmp_path, [("launch.nnodes=2",)]).path / "jobs/01"
+    folder = job_folder(tmp_path, "launch.nnodes=2")
     command = stand_in(
         "leave.with_name(leave.stem + '-words.json').write_text(json.dumps(sys.argv[1:]))"
     )
@@ -114,18 +109,15 @@ def test_failed_node_reports_the_reason(
 ) -> None:
     """Oracle: the reason known only to the second node's launcher, with those of earlier
     attempts."""
-    folder = make_sweep(tmp_path, [("launch.nnodes=2",)]).path / "jobs/01"
+    folder = job_folder(tmp_path, "launch.nnodes=2")
     record = {
         "status": 1,
         "reason": "rank 1 was ended by SIGKILL",
         "out_of_memory": True,
     }
-    (folder / "outcome-node1-6.json").write_text(
-        json.dumps({"status": 1, "reason": "an earlier start's"})
-    )
-    (folder / "outcome-node1-7.json").write_text(
-        json.dumps({"status": 1, "reason": "an earlier start's"})
-    )
+    earlier = json.dumps({"status": 1, "reason": "an earlier start's"})
+    for start in ("6", "7"):
+        (folder / f"outcome-node1-{start}.json").write_text(earlier)
     (folder / "outcome-node1-7.2.json").write_text(json.dumps(record))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     unknown = json.dumps({"status": 1, "reason": second_hand})
@@ -146,8 +138,8 @@ def test_failed_node_reports_the_reason(
 @pytest.fixture
 def running(tmp_path: Path) -> Path:
     """Folder of a job on two nodes, which the first one runs."""
-    folder = make_sweep(tmp_path, [("launch.nnodes=2",)]).path / "jobs/01"
-    write_job(folder, Job("01", TINY, {}, "run 1", JobStatus.running))
+    folder = job_folder(tmp_path, "launch.nnodes=2")
+    write_status(folder, JobStatus.running)
     return folder
 
 
@@ -161,7 +153,7 @@ def test_node_stops_its_launcher_when_the_first_has_ended(
     def read_and_end(folder: Path) -> Job:
         job = read_job(folder)
         if (folder / "ready").exists():
-            write_job(folder, Job("01", TINY, {}, "run 1", JobStatus.timed_out))
+            write_status(folder, JobStatus.timed_out)
         return job
 
     monkeypatch.setattr(nodes, "read_job", read_and_end)
@@ -177,9 +169,9 @@ def test_node_stops_its_launcher_when_the_first_has_ended(
 
 def test_job_finished_in_the_meantime_is_not_run_again(tmp_path: Path) -> None:
     """Oracle: its file, with a command that would write another."""
-    folder = make_sweep(tmp_path, [()]).path / "jobs/01"
-    completed = Job("01", TINY, {}, "run 1", JobStatus.completed)
-    write_job(folder, completed)
+    folder = job_folder(tmp_path)
+    write_status(folder, JobStatus.completed)
+    completed = read_job(folder)
     run_on_node(folder, 0, ["here"], 7, stand_in("sys.exit(1)"))
     assert read_job(folder) == completed and not (folder / "log.txt").exists()
 
@@ -202,20 +194,10 @@ def test_briefly_stale_file_is_read_again(
 
 def test_requeued_job_starts_from_scratch(tmp_path: Path) -> None:
     """Oracle: the first attempt's file, which is kept aside and not visible to the second."""
-    folder = make_sweep(tmp_path, [()]).path / "jobs/01"
+    folder = job_folder(tmp_path)
     (folder / "run").mkdir()
     (folder / "run" / "left").touch()
-    write_job(
-        folder,
-        Job(
-            "01",
-            TINY,
-            {},
-            "run 1",
-            JobStatus.stopped,
-            reason="the queue ended it (SIGTERM)",
-        ),
-    )
+    write_status(folder, JobStatus.stopped, "the queue ended it (SIGTERM)")
     run_on_node(
         folder,
         0,
