@@ -105,9 +105,8 @@ def kill_once(
         time.sleep(0.002)
     if next_moment == "step":
         time.sleep(chance.random() * 0.05)
-    until = (
-        time.monotonic() + 3.0
-    )  # a moment that does not come is not waited for longer
+    # A moment that does not come is not waited for longer
+    until = time.monotonic() + 3.0
     while (
         attempt.moment() != next_moment
         and time.monotonic() < until

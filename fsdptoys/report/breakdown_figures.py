@@ -14,9 +14,8 @@ from fsdptoys.train.recorded_run import RecordedRun
 from fsdptoys.utils.figures import Axis, Picture, Series, Shape
 from fsdptoys.utils.text import fitting_unit
 
-LEAST_SHARE = (
-    1e-6  # Share of the longest bar below which a part is dropped as rounding noise
-)
+# Share of the longest bar below which a part is dropped as rounding noise
+LEAST_SHARE = 1e-6
 NEEDS_PREDICTION = (
     "a breakdown needs a prediction: plan.predict=true and a profile of the "
     "device (plan.hardware)"
@@ -29,9 +28,7 @@ class PlottedRun:
 
     name: str
     run: RecordedRun
-    settings: tuple[
-        str, ...
-    ]  # ``key=value`` of the settings that differ among the runs
+    settings: tuple[str, ...]  # ``key=value`` of those that differ among the runs
     is_finished: bool = True  # Unfinished runs are drawn but not ranked
 
 

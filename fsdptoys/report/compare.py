@@ -69,9 +69,7 @@ class RunComparison:
     only_first: list[int]  # Steps missing in the second run
     only_second: list[int]
     changes: list[Change]  # Most likely causes first
-    environment: list[
-        tuple[str, Any, Any]
-    ]  # Key, value of the first run, value of the second
+    environment: list[tuple[str, Any, Any]]  # Key, and its value in either run
     notes: list[str]  # Sentences about unreadable lines and quantities left out
     unread: bool  # Whether a run has unreadable metrics lines
 

@@ -88,9 +88,8 @@ class FollowedRun:
             self._versions = versions
             self.settings = _read_settings(self.path)
             self.resumes = []
-            with contextlib.suppress(
-                OSError
-            ):  # something else than a file, as for the steps
+            # Something else than a file, as for the steps
+            with contextlib.suppress(OSError):
                 self.resumes = read_resumes(self.path / RESUMES_FILE)
 
     def _read_steps(self) -> None:

@@ -31,9 +31,8 @@ from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.regular_file import open_regular
 from fsdptoys.utils.text import one_line, short_text
 
-LARGEST_TRACE_BYTES = (
-    2**26
-)  # Limit of the compressed file; larger ones take minutes to read
+# Limit of the compressed file; larger ones take minutes to read
+LARGEST_TRACE_BYTES = 2**26
 LARGEST_UNPACKED_BYTES = 2**30
 LARGEST_SNAPSHOT_BYTES = 2**29
 LARGEST_NUMBER = 2**62  # Limit of bytes and of microseconds since 1970

@@ -121,9 +121,8 @@ def _of_sweep(sweep: Sweep, prefix: str) -> list[Record]:
 
 
 def _of_run(path: Path, name: str) -> Record:
-    is_going_on = is_written(
-        path
-    )  # checked first: a run that ends while being read was not killed
+    # Checked first: a run that ends while being read was not killed
+    is_going_on = is_written(path)
     run = read_recorded_run(path)
     if is_going_on:
         return Record(name, path, JobStatus.running, run, "it has not ended yet")

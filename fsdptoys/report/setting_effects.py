@@ -122,9 +122,8 @@ def training_of(tree: dict[str, Any], world_size: int) -> Settings | None:
     )
     training = usual_formats() | training
     if settings.get("optim.schedule") == "constant":
-        training.pop(
-            "train.steps", None
-        )  # the learning rate does not depend on the last step
+        # The learning rate does not depend on the last step
+        training.pop("train.steps", None)
     if settings.get("model.router_aux_loss_coef"):
         # Expert loads are balanced over the micro-batches so far (arXiv:2501.11873).
         training["train.grad_accum"] = settings["train.grad_accum"]

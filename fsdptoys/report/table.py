@@ -44,14 +44,10 @@ class Table:
     records: list[Record]
     settings: list[Settings]  # All effective settings of each row
     columns: list[TableColumn]  # Displayed columns
-    everything: list[
-        TableColumn
-    ]  # All columns, including empty ones and those equal in all rows
+    everything: list[TableColumn]  # Including empty ones and those equal in all rows
     everywhere: list[str]  # Values equal in all rows, as texts
     loss_step: int | None  # Step of the loss column; None if no row has steps
-    notes: list[
-        str
-    ]  # Sentences on definitions, comparability, disagreements and failures
+    notes: list[str]  # On definitions, comparability, disagreements and failures
     disagreements: dict[str, Disagreement] = field(default_factory=dict)
     """Row name → first difference from its reference."""
     skipped: list[Skipped] = field(default_factory=list)

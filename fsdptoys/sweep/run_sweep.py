@@ -200,9 +200,8 @@ def run_sweep(
     try:
         queued: Collection[str] = ()
         if before is not None:
-            before = read_sweep(
-                path
-            )  # another process may have changed it before we took the lock
+            # Another process may have changed it before we took the lock
+            before = read_sweep(path)
             queued = jobs_in_queue(before)
             for job in before.jobs:
                 watched = arguments.launcher_overrides and job.name in queued

@@ -299,9 +299,8 @@ def peak_bytes(
     """The most that a step holds beyond its inputs, gradients included."""
     hidden_ND.grad = weight_VD.grad = None
     if hidden_ND.device.type != "cpu":
-        step(
-            loss_fn, hidden_ND, weight_VD, labels_N
-        )  # kernels and workspaces that stay
+        # Kernels and workspaces that stay
+        step(loss_fn, hidden_ND, weight_VD, labels_N)
         hidden_ND.grad = weight_VD.grad = None
         torch.accelerator.synchronize()
         backend = getattr(torch, hidden_ND.device.type)

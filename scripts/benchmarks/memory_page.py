@@ -4,9 +4,7 @@ import argparse
 import shlex
 import sys
 
-from fsdptoys.device import (
-    available_cores,
-)
+from fsdptoys.device import available_cores
 from scripts.benchmarks.memory_rows import ROWS, Result, row_cores
 from scripts.common.machine import machine
 

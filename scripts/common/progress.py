@@ -64,9 +64,8 @@ def progress(units: int) -> Iterator[None]:
             str(reader.fileno()),
             str(units),
         ]
-        with suppress(
-            OSError
-        ):  # no memory or processes left: the script itself may still do
+        # No memory or processes left: the script itself may still do
+        with suppress(OSError):
             printer = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[reader.fileno()]
             )

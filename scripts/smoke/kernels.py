@@ -147,9 +147,8 @@ def _check_documents(report: Report, device: str, length: int, K: int) -> None:
     (https://github.com/pytorch/pytorch/issues/196678).
     """
     q, k, v, grad = _inputs(device, torch.bfloat16, length, K, 8, 8)
-    k = q * (
-        -160 / K**0.5
-    )  # a document's first token sees itself alone, with a score near -160
+    # A document's first token sees itself alone, with a score near -160
+    k = q * (-160 / K**0.5)
     segments_BT = (torch.arange(length, device=q.device) // (length // 3 + 5)).expand(
         len(q), -1
     )

@@ -161,10 +161,11 @@ def test_page_renders_without_browser_messages_or_requests(
     assert (
         plots.count() == loaded.page.locator(".plot .main-svg:first-child").count() >= 7
     )
+    # And not the result of scripts in a reason
     assert loaded.page.title() in (
         "imagined",
         "One <b>run</b>",
-    )  # and not the result of scripts in a reason
+    )
 
 
 @needs_browser

@@ -45,9 +45,8 @@ def test_long_scripts_report_progress(name: str) -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
-    turns = (
-        "take_turns" if "bench_peers" in name else "unit"
-    )  # bench_peers uses peers/measure.py
+    # bench_peers uses peers/measure.py
+    turns = "take_turns" if "bench_peers" in name else "unit"
     assert {"progress", turns} <= called
 
 
