@@ -20,6 +20,7 @@ same step.
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +34,6 @@ from fsdptoys.metrics import SpikeDetector, StepMetrics, step_rates
 from fsdptoys.optim.loss_scale import LossScaler
 from fsdptoys.parallel.precision import DType
 
-from .named_tensors import NamedTensors
 from .parallelize import ParallelModel
 from .skipped_steps import SkippedSteps
 from .step_data import DocumentCounter
@@ -43,6 +43,34 @@ MOST_UNREAD = 100
 """Steps after which stop signals are seen at the latest, however rarely the console has a line."""
 PATIENCE_SECONDS = 5.0
 """Longest wait for steps still on the device when a run ends by an error."""
+
+
+class NamedTensors:
+    """Small tensors by name, as views of one flat tensor, which travels as one.
+
+    Args:
+        flat: the tensors' elements, one tensor after another.
+        sizes: name → elements, in the order of ``flat``.
+    """
+
+    def __init__(self, flat: Tensor, sizes: Mapping[str, int]) -> None:
+        self.flat = flat
+        self.sizes = dict(sizes)
+
+    @classmethod
+    def join(cls, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> "NamedTensors":
+        """Copy tensors into a new flat one of ``dtype``."""
+        flat = torch.cat([tensor.to(dtype).flatten() for tensor in tensors.values()])
+        return cls(flat, {name: tensor.numel() for name, tensor in tensors.items()})
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a tensor, flat."""
+        start = 0
+        for other, size in self.sizes.items():
+            if other == name:
+                return self.flat[start : start + size]
+            start += size
+        raise KeyError(name)
 
 
 @dataclass
