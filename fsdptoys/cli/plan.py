@@ -130,11 +130,14 @@ def plan_command(argv: Sequence[str]) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     if argv and "=" not in argv[0] and not argv[0].startswith("-"):
-        parts = {
-            "search": _search,
-            "calibrate": lambda argv: calibrate_command(argv, predict, Console()),
-        }
-        return run_part("plan", argv, parts)
+        return run_part(
+            "plan",
+            argv,
+            {
+                "search": _search,
+                "calibrate": lambda argv: calibrate_command(argv, predict, Console()),
+            },
+        )
     options = parse("plan", argv)
     overrides = options.arguments
     _refuse(overrides, "plan.predict", "plan.rows")
