@@ -153,14 +153,10 @@ def jobs_in_queue(sweep: Sweep) -> dict[str, str]:
     Raises:
         ConfigError: if SLURM was given jobs that have not ended, and ``squeue`` does not answer.
     """
-    submissions = (
-        submission
-        for submission in read_submissions(sweep)
-        if submission.launcher == SLURM
-    )
     ids = {
         name: identity
-        for submission in submissions
+        for submission in read_submissions(sweep)
+        if submission.launcher == SLURM
         for name, identity in submission.ids().items()
     }
     locked = {job.name: "" for job in sweep.jobs if is_locked(sweep.job_folder(job))}

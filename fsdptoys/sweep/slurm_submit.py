@@ -115,21 +115,19 @@ def submit(
     """
     launcher = read_launcher(tuple(launcher_overrides))
     queued = jobs_in_queue(sweep)
-    groups: dict[SlurmNeeds, list[Job]] = {}
+    # Local processes would all start at once and disturb each other's measurements, so that each
+    # is a group of its own.
+    groups: dict[tuple[SlurmNeeds, str], list[Job]] = {}
     for job in jobs:
         if queued.get(job.name) == "":
             raise still_running(sweep, job)
         if job.name not in queued:
-            groups.setdefault(
-                find_needs(launching_overrides(job.overrides), launcher.name), []
-            ).append(job)
+            needs = find_needs(launching_overrides(job.overrides), launcher.name)
+            group = "" if launcher.name == SLURM else job.name
+            groups.setdefault((needs, group), []).append(job)
     batches = [
-        (part, plugin_options(needs, launcher, sweep.time_limit_seconds))
-        for needs, members in groups.items()
-        # Local processes would all start at once and disturb each other's measurements.
-        for part in (
-            [members] if launcher.name == SLURM else [[job] for job in members]
-        )
+        (members, plugin_options(needs, launcher, sweep.time_limit_seconds))
+        for (needs, _), members in groups.items()
     ]
     logging.getLogger("submitit").setLevel(logging.CRITICAL)
     submitit.SlurmJob.watcher = SilentWatcher()

@@ -260,17 +260,13 @@ def _refuse_mistakes(validated: Sequence[ValidJob | InvalidJob]) -> None:
     Raises:
         ConfigError: with the message for that word alone.
     """
-    broken = [
-        entry
-        for entry in validated
-        if isinstance(entry, InvalidJob) and entry.by_composition
-    ]
-    valid = (
-        entry
-        for entry in validated
-        if not (isinstance(entry, InvalidJob) and entry.by_composition)
-    )
-    fine = {word for entry in valid for word in entry.combination.overrides}
+    broken: list[InvalidJob] = []
+    fine: set[str] = set()
+    for entry in validated:
+        if isinstance(entry, InvalidJob) and entry.by_composition:
+            broken.append(entry)
+        else:
+            fine.update(entry.combination.overrides)
     choices = list_choices()
     fine_alone = set()
     for entry in broken:
