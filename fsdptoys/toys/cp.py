@@ -164,12 +164,12 @@ class RingAttention(torch.autograd.Function):
         for turn in range(group.size()):
             arrival = pass_on(kv, group) if turn < group.size() - 1 else None
             queries, keys = seen_parts(turn, group.rank(), q.shape[3] // 2, balanced)
-            own = [x[..., queries, :] for x in (q, grad, lse, delta)]
-            k_block, v_block = kv[..., keys, :].to(lse.dtype)
-            block_q, block_kv = block_gradients(*own, k_block, v_block, turn == 0)
-            grad_q[..., queries, :] += block_q
+            at = (..., queries, slice(None))
+            k, v = kv[..., keys, :].to(lse.dtype)
+            add_q, add_kv = block_gradients(q[at], grad[at], lse[at], delta[at], k, v, turn == 0)
+            grad_q[at] += add_q
             grad_kv = sum_arrival()
-            grad_kv[..., keys, :] += block_kv
+            grad_kv[..., keys, :] += add_kv
             sum_arrival = pass_on(grad_kv, group)
             kv = kv if arrival is None else arrival()
         return grad_q.flatten(1, 2).to(q_BHTK.dtype), *sum_arrival().to(k_BGTK.dtype), None, None
