@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The test command: `bash scripts/test.sh [--all | --coverage] [--times FILE] [arguments for pytest]`.
 #
-# Runs ruff, the import contracts, mypy and pytest, in this order, and stops at the first failure. Without --all, pytest
+# Runs ruff, the check of names, the import contracts, mypy and pytest, in this order, and stops at the first failure. Without --all, pytest
 # runs the short level: every promise once, at its smallest size. With --all it runs everything, as continuous
 # integration does. --coverage runs the short level, which must cover at least 90% of the lines, in about twice its time.
 # With arguments (`tests/data -k resume`) pytest runs the named tests only. --times FILE writes CPU seconds and wall
@@ -135,6 +135,7 @@ report_coverage() {
 
 part 'ruff check' "$python" -m ruff check .
 part 'ruff format' "$python" -m ruff format --check .
+part 'names' "$python" scripts/check_names.py
 part 'import layers' "$python" -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 part 'mypy' "$python" -m mypy
 part 'pytest' run_pytest ${words[@]+"${words[@]}"}

@@ -283,10 +283,8 @@ def options_page() -> str:
         "Settings of several groups at once; keys typed win over them.",
         "",
     ]
-    lines += [
-        f"- `experiment={name}`: {first_sentence('experiment', name)}"
-        for name in choices["experiment"]
-    ]
+    for name in choices["experiment"]:
+        lines.append(f"- `experiment={name}`: {first_sentence('experiment', name)}")
     return "\n".join(lines) + "\n"
 
 
@@ -344,7 +342,7 @@ def help_keys() -> str:
             "",
             f"{section}: {plain_doc(kind)}",
             *(help_line(key, section) for key in shared),
-        ]  # type: ignore[arg-type]
+        ]
         for name, schema in sorted(SCHEMAS.get(section, {}).items()):
             own = [
                 help_line(key, section) for key in keys_of(schema) if key not in shared

@@ -160,6 +160,12 @@ class HeartbeatWriter:
             with contextlib.suppress(OSError):
                 os.pwrite(self._file, _encode(record), 0)
 
+    def remove(self) -> None:
+        """Remove the file, and the folder unless it has heartbeats of other ranks."""
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+            self.path.parent.rmdir()
+
     def close(self) -> None:
         """Close the file without removing it."""
         if self._file is not None:

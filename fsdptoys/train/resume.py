@@ -9,6 +9,7 @@ or an edited one, is skipped or refused like a damaged one.
 """
 
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from fsdptoys.data.sampler import ChangedDataError
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import run_dir_path
 from fsdptoys.metrics.resume_log import changed_settings
+from fsdptoys.optim import OptimConfig
 from fsdptoys.utils.bounds import above, at_least, between, max_length
 from fsdptoys.utils.from_tree import LARGEST_INTEGER
 from fsdptoys.utils.options import Effect
@@ -280,3 +282,18 @@ def run_facts(config: Config, world_size: int) -> dict[str, Any]:
             "python": sys.version.split()[0],
         },
     }
+
+
+def check_states(
+    optim: OptimConfig, facts: dict[str, Any], tensors: Collection[str]
+) -> None:
+    """Raise a ConfigError if a checkpoint of these tensors lacks the states of an optimizer that
+    has taken a step."""
+    has_updated = facts["step"] > facts["skipped_steps"]
+    if not has_updated or not optim.state_widths:
+        return
+    if not any(name.startswith("optim.") for name in tensors):
+        raise ConfigError(
+            f"optim={optim.name} has states by its state_widths, but its optimizer "
+            "shows none to save; keep them in its attribute state, by parameter"
+        )

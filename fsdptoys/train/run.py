@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fsdptoys.checkpoint import Checkpoint, Checkpointer
 from fsdptoys.config.schema import Config
-from fsdptoys.errors import ConfigError, GivenUpError
+from fsdptoys.errors import GivenUpError
 from fsdptoys.metrics import (
     COLLECTIVES_FILE,
     PROFILE_FOLDER,
@@ -31,7 +31,7 @@ from fsdptoys.metrics import (
 )
 from fsdptoys.metrics.layout import Layout
 from fsdptoys.metrics.prediction import Prediction
-from fsdptoys.metrics.results import ProfileResult, RunStatus
+from fsdptoys.metrics.results import ProfileResult
 from fsdptoys.parallel import full_tensors, host_copy
 from fsdptoys.profiler import Profiler
 from fsdptoys.utils.atomic_write import write_atomically
@@ -44,8 +44,15 @@ from .heartbeat import HEARTBEATS_FOLDER, HeartbeatWriter, explain_lost_ranks
 from .launch_env import remember_run_dir, remembered_run_dir, restart_count
 from .layout import measure_layout
 from .random_states import random_states, restore_random_states
-from .resume import FACTS, check_restart, check_same_run, checkpoint_folder, run_facts
-from .stop import Stop, StopRequest
+from .resume import (
+    FACTS,
+    check_restart,
+    check_same_run,
+    check_states,
+    checkpoint_folder,
+    run_facts,
+)
+from .stop import Stop, StopRequest, run_status
 from .text_sample import sample_text
 from .trainer import Trainer
 
@@ -127,9 +134,7 @@ class Run:
                 raise
             heartbeat.beat(trainer.steps_done, "end")
             problem = self._finish(stop, profiler)
-            with suppress(OSError):  # the folder has heartbeats of other ranks
-                heartbeat.path.unlink()
-                heartbeat.path.parent.rmdir()
+            heartbeat.remove()
             if problem is not None:
                 raise GivenUpError(problem)
 
@@ -155,9 +160,8 @@ class Run:
             if self._recorder:
                 watch = self.trainer.compilation
                 compilation = watch.result() if watch else None
-                status = run_status(
-                    stop, self.trainer.steps_done, self.config.train.steps
-                )
+                planned = self.config.train.steps
+                status = run_status(stop, self.trainer.steps_done, planned)
                 findings = profiler.findings()
                 profile = (
                     build(ProfileResult, findings) if findings is not None else None
@@ -364,13 +368,7 @@ class Run:
         facts = run_facts(self.config, self.world_size) | trainer.state_dict()
         facts["metrics"] = self._recorder.offsets() if self._recorder else {}
         tensors = trainer.strategy.state_tensors(trainer.optimizer)
-        has_updated = trainer.steps_done > facts["skipped_steps"]
-        has_states = any(name.startswith("optim.") for name in tensors)
-        if has_updated and self.config.optim.state_widths and not has_states:
-            raise ConfigError(
-                f"optim={self.config.optim.name} has states by its state_widths, but its optimizer "
-                "shows none to save; keep them in its attribute state, by parameter"
-            )
+        check_states(self.config.optim, facts, tensors)
         # The cause may be older than the oldest checkpoint kept.
         prunes = stop is None or not stop.gave_up
         self._saved = self.checkpoints.save(
@@ -396,10 +394,3 @@ class Run:
                 self._recorder.message(text)
             elif self.rank == 0:
                 print(f"fsdptoys: {text}", file=sys.stderr, flush=True)
-
-
-def run_status(stop: Stop, steps_done: int, planned: int) -> RunStatus:
-    """Status of a run that stopped after ``done`` of ``planned`` steps."""
-    if stop.gave_up:
-        return RunStatus.failed
-    return RunStatus.stopped if stop.signal and done < planned else RunStatus.completed

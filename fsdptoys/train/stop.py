@@ -24,6 +24,7 @@ from typing import Any
 
 from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.config.train_config import TrainConfig
+from fsdptoys.metrics.results import RunStatus
 
 from .skipped_steps import SkippedSteps
 
@@ -205,3 +206,12 @@ def saves_after(checkpoint: CheckpointConfig, step: int, stop: Stop | None) -> b
     if stop is not None and (stop.gave_up or stop.signal):
         return stop.gave_up or checkpoint.on_signal
     return checkpoint.every > 0 and (stop is not None or step % checkpoint.every == 0)
+
+
+def run_status(stop: Stop, steps_done: int, planned: int) -> RunStatus:
+    """Return the status of a run that stopped after ``steps_done`` of ``planned`` steps."""
+    if stop.gave_up:
+        return RunStatus.failed
+    if stop.signal and steps_done < planned:
+        return RunStatus.stopped
+    return RunStatus.completed

@@ -19,9 +19,8 @@ from fsdptoys.report.runs_table import Record, gather
 from fsdptoys.report.table import make_table
 from fsdptoys.report.table_export import to_csv
 from fsdptoys.sweep import Job, JobStatus, Sweep
-from fsdptoys.train.run import run_status
 from fsdptoys.train.skipped_steps import SkippedSteps
-from fsdptoys.train.stop import STOP_SIGNALS, Stop, agreed_stop
+from fsdptoys.train.stop import STOP_SIGNALS, Stop, agreed_stop, run_status
 from fsdptoys.utils.file_lock import FolderLock
 from tests.harness.recorded_runs import ENVIRONMENT, STEP, plain_tree, run_of, write_run
 from tests.report.watched_runs import beat
