@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # The test command: `bash scripts/test.sh [--all | --coverage] [--times FILE] [arguments for pytest]`.
 #
-# Runs ruff, the check of names, the import contracts, mypy and pytest, in this order, and stops at the first failure. Without --all, pytest
-# runs the short level: every promise once, at its smallest size. With --all it runs everything, as continuous
-# integration does. --coverage runs the short level, which must cover at least 90% of the lines, in about twice its time.
+# Runs ruff, the check of names, the import contracts, mypy and pytest, in this order, and stops at the first failure.
+# Without --all, pytest runs the short level: every promise once, at its smallest size. With --all it runs everything, as
+# continuous integration does. --coverage runs the short level, which must cover at least 90% of the lines, in about
+# twice its time.
 # With arguments (`tests/data -k resume`) pytest runs the named tests only. --times FILE writes CPU seconds and wall
 # seconds of every test. CHAOS_KILLS=10 also kills real runs ten times.
 #
