@@ -17,8 +17,8 @@ from tests.harness.resumed_runs import (
     SMALL,
     Row,
     check_resumed_run,
-    kept,
     refused,
+    with_checkpoints,
 )
 from tests.harness.tiny import make_config
 
@@ -119,7 +119,10 @@ def test_states_that_no_checkpoint_holds_are_refused(tmp_path: Path) -> None:
             for optim in (OwnConfig(kind="Hidden"), OwnConfig(kind="Counting"))
         ]
         return refused(
-            *(kept(run, tmp_path / str(number)) for number, run in enumerate(runs))
+            *(
+                with_checkpoints(run, tmp_path / str(number))
+                for number, run in enumerate(runs)
+            )
         )
 
     hidden, counting = run_ranks(1, body)[0]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.parallel import FSDP2Config
 from fsdptoys.utils.dtensor import local_tensor
-from tests.harness.offloaded_runs import OVERLAPPED, take_steps, trainer
+from tests.harness.offloaded_runs import OVERLAPPED, build_trainer, take_steps
 from tests.harness.ranks import run_ranks
 from tests.harness.tiny import make_config, tiny_model
 
@@ -34,7 +34,7 @@ def gradients(how: str | None, options: dict[str, Any]) -> tuple[list[str], list
         **{"steps": STEPS, "grad_accum": 1, "max_grad_norm": 0.01, **options},
         model=replace(tiny_model(), n_layers=2),
     )
-    run = trainer(config, how)
+    run = build_trainer(config, how)
     names = {param: name for name, param in run.strategy.trainable_parameters()}
     from_hook: list[str] = []
     after_clipping: list[str] = []
