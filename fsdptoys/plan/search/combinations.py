@@ -160,22 +160,19 @@ class Combinations:
     def _of_units(self, changes: Changes, faster: bool) -> Iterator[Changes]:
         """Alternatives of FSDP's own settings, one at a time."""
         splits = "mesh.pp_size" in changes
-        others = (
-            name
-            for name in self.space.strategies
-            if CAPABILITIES[name].shards_parameters
-        )
-        names = [changes.get("parallel", self.base.parallel.name), *others]
-        names = [
-            name for name in names if CAPABILITIES[name].splits_layers or not splits
-        ]
+        names = {
+            changes.get("parallel", self.base.parallel.name),
+            *(
+                name
+                for name in self.space.strategies
+                if STRATEGIES[name].capabilities.shards_parameters
+            ),
+        }
         yield from self._allowed(
             [
                 {"parallel": name}
                 for name, kind in STRATEGIES.items()
-                if name in names
-                and kind.capabilities.shards_parameters
-                and (kind.capabilities.splits_layers or not splits)
+                if name in names and (kind.capabilities.splits_layers or not splits)
             ]
         )
         if self.base.train.grad_accum > 1 and not splits:
@@ -290,7 +287,9 @@ class Combinations:
         }
 
     def _capabilities(self, changes: Changes) -> Capabilities:
-        return CAPABILITIES[changes.get("parallel", self.base.parallel.name)]
+        if "parallel" in changes:
+            return STRATEGIES[changes["parallel"]].capabilities
+        return self.base.parallel.capabilities
 
     def _lists(self, can: Capabilities) -> list[list[Changes]]:
         """Lists of alternatives for a strategy."""
