@@ -85,7 +85,7 @@ class Training:
 def row_overrides(
     layout: Layout | None, training: Training, world_size: int, index: int
 ) -> list[str]:
-    """Overrides of a row, or of the reference without a layout; ``place`` varies what must not
+    """Overrides of a row, or of the reference without a layout; ``index`` varies what must not
     matter."""
     model = training.model
     data_ranks = (
@@ -236,7 +236,7 @@ def train(config: Config) -> Trajectory:
 def layout_configs(
     rows: Mapping[str, int], training: Training, world_size: int
 ) -> dict[str, Config]:
-    """Configurations of rows, given as layouts with their places."""
+    """Configurations of rows, given as layouts with their indices."""
     return {
         name: configured(
             row_overrides(LAYOUTS[name], training, world_size, index), world_size
@@ -248,7 +248,7 @@ def layout_configs(
 def rows_of(
     args: argparse.Namespace, training: Training, world_size: int
 ) -> dict[str, int]:
-    """Layouts, with their places, that are trained on this many ranks."""
+    """Layouts, with their indices, that are trained on this many ranks."""
     model = training.model
     mode = training.mode
     bits = (mode, training.dtype) == ("layout", "float32")
