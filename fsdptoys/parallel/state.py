@@ -98,6 +98,14 @@ class State:
 
 
 def state_tensors(name: str, state: dict[str, Any]) -> dict[str, Tensor]:
+    """A parameter's ``kept_tensors`` by their names in a checkpoint."""
+    return {
+        f"optim.{name}.{kind}": tensor
+        for kind, tensor in kept_tensors(name, state).items()
+    }
+
+
+def kept_tensors(name: str, state: dict[str, Any]) -> dict[str, Tensor]:
     """Tensors of a parameter's optimizer state; ConfigError for a value that is none."""
     for kind, value in state.items():
         if value is not None and not isinstance(value, Tensor):
@@ -105,11 +113,7 @@ def state_tensors(name: str, state: dict[str, Any]) -> dict[str, Tensor]:
                 f"the optimizer keeps {kind} of {name} as {type(value).__name__}, which no "
                 "checkpoint holds; keep it as a tensor of one number"
             )
-    return {
-        f"optim.{name}.{kind}": value
-        for kind, value in state.items()
-        if value is not None
-    }
+    return {kind: value for kind, value in state.items() if value is not None}
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdptoys.utils.dtensor import is_dtensor
 
-from .state import State, settle
+from .state import State, kept_tensors, settle
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,10 @@ class ShardedState(State):
         settle(optimizer)
         mine = [
             {
-                kind: (value.dtype, value.ndim > 0)
-                for kind, value in optimizer.state.get(holding.own, {}).items()
+                kind: (state.dtype, state.ndim > 0)
+                for kind, state in kept_tensors(
+                    holding.name, optimizer.state.get(holding.own, {})
+                ).items()
             }
             for holding in holdings
         ]
