@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fsdptoys.config.schema import Config
 from fsdptoys.device import Device
+from fsdptoys.memory import BucketedOptimizer
 from fsdptoys.metrics import StepMetrics
 from fsdptoys.metrics.compilation import CompilationWatch
 from fsdptoys.optim.config import build_schedule, set_schedule
@@ -235,8 +236,8 @@ class Trainer:
         ``Strategy.load_state_tensors``.
         """
         restore_position(self.data.batches, state, self.config)
-        if not self.config.optim.state_widths:
-            read_states = dict  # ``load`` refuses states that nothing uses
+        if isinstance(self.optimizer, BucketedOptimizer):
+            read_states = dict  # it has all of its states; ``load`` refuses others
         self.strategy.load_state_tensors(self.optimizer, load, read_states)
         self.stepper.after_update()
         self.steps_done = state["step"]

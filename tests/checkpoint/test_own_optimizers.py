@@ -10,7 +10,13 @@ import torch
 from fsdptoys.checkpoint import CheckpointConfig, Checkpointer
 from fsdptoys.errors import ConfigError
 from fsdptoys.optim import OptimConfig, WeightDecayOn
-from fsdptoys.parallel import FSDP1Config, FSDP2Config, SingleConfig, ToyZero3Config
+from fsdptoys.parallel import (
+    FSDP1Config,
+    FSDP2Config,
+    SingleConfig,
+    ToyZero1Config,
+    ToyZero3Config,
+)
 from tests.checkpoint.saves import save
 from tests.harness.ranks import run_ranks
 from tests.harness.resumed_runs import (
@@ -73,7 +79,16 @@ class Counting(Lion):
         return super().states(param)
 
 
-KINDS = {kind.__name__: kind for kind in (Lion, Hidden, Counting)}
+class Momentless(Lion):
+    """Keeps the count alone."""
+
+    def states(self, param: torch.Tensor) -> dict[str, Any]:
+        """Return the count, and a momentum of zeros."""
+        count = self.state[param].setdefault("step", torch.zeros(()))
+        return {"momentum": torch.zeros_like(param), "step": count}
+
+
+KINDS = {kind.__name__: kind for kind in (Lion, Hidden, Counting, Momentless)}
 
 
 @dataclass
@@ -90,6 +105,14 @@ class OwnConfig(OptimConfig):
         return KINDS[self.kind](params, self.lr)
 
 
+@dataclass
+class MomentlessConfig(OwnConfig):
+    """Settings of an optimizer without a state an element."""
+
+    state_widths: ClassVar[tuple[int, ...]] = ()
+    kind: str = "Momentless"
+
+
 LION = OwnConfig(lr=1e-2, weight_decay_on=WeightDecayOn.all)
 OPTIONS = {"optim": LION, "deterministic": True}
 ROWS = {
@@ -97,6 +120,10 @@ ROWS = {
     "fsdp1": Row(FSDP1Config(), options=OPTIONS),
     "fsdp1, flat": Row(FSDP1Config(use_orig_params=False), options=OPTIONS),
     "fsdp2": Row(FSDP2Config(), options=OPTIONS),
+    "fsdp2, a count alone": Row(
+        FSDP2Config(), options=OPTIONS | {"optim": MomentlessConfig(lr=1e-2)}
+    ),
+    "toy_zero1": Row(ToyZero1Config(), options=OPTIONS),
     "toy_zero3": Row(ToyZero3Config(), options=OPTIONS),
 }
 
