@@ -75,7 +75,7 @@ def pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     """Begin to send a tensor to the next rank; the result waits for the previous rank's."""
     ranks = group.size()
     received = torch.empty_like(tensor)
-    after, before = (dist.get_global_rank(group, (group.rank() + i) % ranks) for i in (1, -1))
+    after, before = (dist.get_global_rank(group, (group.rank() + step) % ranks) for step in (1, -1))
     send = dist.P2POp(dist.isend, tensor, after, group)
     receive = dist.P2POp(dist.irecv, received, before, group)
     works = dist.batch_isend_irecv([send, receive]) if ranks > 1 else []

@@ -60,14 +60,15 @@ class FSDPUnit:
         self, homes: dict[nn.Parameter, Homes], dims: list[int], mesh: DeviceMesh, reshards: bool
     ) -> None:
         self.mesh = mesh  # its last axis has the ranks
-        self.dims = dims  # to cut
+        self.dims = dims  # along which the parameters are cut
         self.reshards_after_forward = reshards  # frees whole parameters
         self.group = mesh.get_group(mesh.ndim - 1)
         self.ranks = self.group.size()
         self.rank = self.group.rank()
         self.shapes = [tuple(param.shape) for param in homes]
         self.pieces, self.numel = lay_out(self.shapes, dims, self.ranks)
-        self.shard_S = next(iter(homes), torch.empty(0)).new_zeros(self.numel)
+        first = next(iter(homes), torch.empty(0))  # a unit may have no parameters
+        self.shard_S = first.new_zeros(self.numel)
         self.params: list[UnitParameter] = []
         for index, (param, places) in enumerate(homes.items()):
             local = self.pieces[index].local_view(self.shard_S, self.rank)
