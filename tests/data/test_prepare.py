@@ -130,7 +130,7 @@ def test_interrupted_preparation_ends_with_identical_bytes(after, changes, leave
     resumed = []
     prepare_folder(request(Path("whole"), lines, **settings))
     counts = prepare_and_stop(request(OUT, lines, **settings | changes), after)
-    assert not (OUT).exists() and not (part / "index.json").exists()
+    assert not OUT.exists() and not (part / "index.json").exists()
     assert after < 7 or (part / "progress.json").exists()
     if leave is not None:
         leave(part)
@@ -377,4 +377,4 @@ def test_unreadable_file_is_named(name, content, sentence):
         and end in message
         and message.isprintable()
     )
-    assert not (OUT).exists()
+    assert not OUT.exists()

@@ -180,8 +180,8 @@ def test_bf16_accumulation_supports_a_float32_weight() -> None:
         for f in (build_loss(True, 16, torch.bfloat16), cross_entropy_sum)
     )
     assert actual[2].dtype == torch.float32
-    actual = relative_errors(actual, expected)
-    assert actual[0] < 1e-6 and actual[1] < 1e-5 and 1e-5 < actual[2] < 1e-2
+    errors = relative_errors(actual, expected)
+    assert errors[0] < 1e-6 and errors[1] < 1e-5 and 1e-5 < errors[2] < 1e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

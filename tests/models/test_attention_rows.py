@@ -79,9 +79,11 @@ def test_rows_are_those_of_attention_over_the_full_sequence(kernels: Ops) -> Non
         actual = attend_rows(q[:, :, piece], k, v, start, kernels, chunk_len, mask)
         expected = causal(q, k, v, segments(chunk_len, documents))[:, :, piece]
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
-        of_actual = torch.autograd.grad(actual, leaves[:3], upstream[:, :, piece])
-        of_expected = torch.autograd.grad(expected, leaves[:3], upstream[:, :, piece])
-        torch.testing.assert_close(of_actual, of_expected, rtol=0, atol=1e-12)
+        actual_grads = torch.autograd.grad(actual, leaves[:3], upstream[:, :, piece])
+        expected_grads = torch.autograd.grad(
+            expected, leaves[:3], upstream[:, :, piece]
+        )
+        torch.testing.assert_close(actual_grads, expected_grads, rtol=0, atol=1e-12)
 
 
 def test_rows_of_a_dense_mask_are_rows_of_the_full_mask() -> None:

@@ -86,7 +86,7 @@ def run(
         environment: the folder made by ``scripts/torch_npu_env.sh``.
         folder: the run directory.
         device: ``npu`` or ``cpu``.
-        overrides: overrides in addition to those of every run.
+        overrides: in addition to those of every run.
         ranks: number of local ranks.
         variables: added environment variables of the processes.
         status: the expected exit status.
