@@ -97,7 +97,7 @@ def chosen_backend(
             ``v_BGTK``.
         k_BGTK: keys.
         v_BGTK: values.
-        mask: the mask; None for causal attention.
+        mask: as for ``masked_attention``; None for causal attention.
         backends: to choose from; empty for those that attention chooses from.
 
     Raises:

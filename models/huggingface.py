@@ -41,7 +41,7 @@ class Piece:
     """Whether the last two dims are swapped."""
 
     def narrow(self, bounds: Bounds) -> "Piece | None":
-        """The part of this piece within ``wanted`` bounds of the parameter; None if empty."""
+        """The part of this piece within bounds of the parameter; None if empty."""
         region = tuple(
             (max(low, first), min(high, last))
             for (low, high), (first, last) in zip(self.region, bounds, strict=True)

@@ -45,7 +45,7 @@ class Routing(torch.autograd.Function):
         logits_NE = multiply(hidden_ND, weight_ED.to(hidden_ND.dtype), None, grain)
         parts = [score(padded_RE) for padded_RE, _ in _padded(logits_NE)]
         experts_NK, weights_NK, probabilities_NE, squares_N = (
-            torch.cat(columns)[: len(logits_NE)] for columns in zip(*parts, strict=True)
+            torch.cat(blocks)[: len(logits_NE)] for blocks in zip(*parts, strict=True)
         )
         ctx.mark_non_differentiable(experts_NK)
         ctx.save_for_backward(hidden_ND, weight_ED, logits_NE)
@@ -67,12 +67,12 @@ class Routing(torch.autograd.Function):
             with torch.enable_grad():
                 _, *outputs = score(leaf_RE)
             grad_chosen_RK = torch.zeros_like(outputs[0])
-            grad_sums_E1 = grad_sums.to(outputs[1].dtype)
+            cast_grad_sums = grad_sums.to(outputs[1].dtype)
             grad_chosen_RK[: rows.stop - rows.start] = grad_NK[rows]
             gradients = [
                 grad_chosen_RK,
-                grad_sums_E1[:-1].expand_as(outputs[1]),
-                grad_sums_E1[-1].expand_as(outputs[2]),
+                cast_grad_sums[:-1].expand_as(outputs[1]),
+                cast_grad_sums[-1].expand_as(outputs[2]),
             ]
             (grad_RE,) = torch.autograd.grad(outputs, leaf_RE, gradients)
             grad_NE[rows] = grad_RE[: rows.stop - rows.start]

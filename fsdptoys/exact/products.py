@@ -152,10 +152,7 @@ def add_weight_gradient(
         grains = list(split_rows(N, grain))
         _add_products(
             total_OI,
-            *(
-                [aligned(input[rows]) for rows in grains]
-                for input in (grad_NO, input_NI)
-            ),
+            *([aligned(x[rows]) for rows in grains] for x in (grad_NO, input_NI)),
         )
         return
     for rows in split_rows(
