@@ -128,9 +128,8 @@ def resolve_run(
             composition = compose(overrides)
     overrides.append(f"launch.device={hardware.device_type}")
     if any("${" in word for word in overrides):
-        composition = compose(
-            overrides
-        )  # a reference to launch.device has its final value
+        # A reference to launch.device has its final value
+        composition = compose(overrides)
     composition.config.launch.device = DeviceChoice(hardware.device_type)
     if composition.config.mesh.fsdp_size in (NODE, HYBRID):
         _check_machines(present, composition.config.mesh.fsdp_size)

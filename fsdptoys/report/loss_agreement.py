@@ -314,10 +314,8 @@ def _first_difference(row: _Row, reference: _Row) -> Disagreement | None:
     line, column = divmod(int(over.argmax()), len(row.quantities))
     step = int(common[line])
     quantity = row.quantities[column]
-    value, expected = (
-        QUANTITIES[quantity](disagreement.steps[step])
-        for disagreement in (row, reference)
-    )
+    value = QUANTITIES[quantity](row.steps[step])
+    expected = QUANTITIES[quantity](reference.steps[step])
     assert value is not None and expected is not None
     sizes = float(differences[line, column]), float(allowed[line, column])
     return Disagreement(

@@ -146,6 +146,6 @@ def _of_run(path: Path, name: str) -> Record:
 
 def _own_names(paths: Sequence[Path]) -> list[str]:
     """Name of each folder, below the last folder that contains all."""
-    places = [os.path.abspath(path) for path in paths]
-    common = os.path.commonpath(map(os.path.dirname, places))
-    return [os.path.relpath(path, common) for path in places]
+    folders = [os.path.abspath(path) for path in paths]
+    common = os.path.commonpath(map(os.path.dirname, folders))
+    return [os.path.relpath(folder, common) for folder in folders]
