@@ -11,8 +11,6 @@ from scripts.common.child_environment import child_environment
 
 EVERY = 2
 """Steps between two checkpoints."""
-
-
 DEADLINE_SECONDS = 180.0
 """A run that shows no new step for so long has hung."""
 

@@ -46,7 +46,7 @@ TESTS = {
         "memory/test_activation_checkpointing.py memory/test_activation_offload.py "
         "memory/test_optimizer_in_backward.py"
     ),
-    "resume": "train/test_resume.py",
+    "resume": "train/test_resume.py train/test_final_weights.py",
     "checkpoints": (
         "checkpoint/test_round_trips.py checkpoint/test_sharded_weights.py "
         "checkpoint/test_sharded_io_ranks.py"

@@ -282,9 +282,8 @@ def compare_answers(
     answers = {
         position for start, stop in rendered.answers for position in range(start, stop)
     }
-    more, less = (
-        _pieces(text, places) for places in (answers - inside, inside - answers)
-    )
+    more = _pieces(text, answers - inside)
+    less = _pieces(text, inside - answers)
     prompts = [
         template.prompt(row.messages[:number], row) for number in row.learned
     ] + [TOKENS["eos_token"]]
@@ -297,23 +296,23 @@ def compare_answers(
     return f"too much {more}, too little {less}" if more or less else None
 
 
-def _pieces(text: str, places: set[int]) -> list[str]:
-    """The texts of adjacent places."""
+def _pieces(text: str, positions: set[int]) -> list[str]:
+    """The texts of adjacent positions."""
     pieces: dict[int, str] = {}
-    for count, position in enumerate(sorted(places)):
-        first = position - count  # the same for adjacent places
+    for count, position in enumerate(sorted(positions)):
+        first = position - count  # the same for adjacent positions
         pieces[first] = pieces.get(first, "") + text[position]
     return list(pieces.values())
 
 
 def templates_in(folder: Path) -> Iterator[tuple[str, str, str | None]]:
     """Name, source, and a source of the same text with generation blocks, of each template once."""
-    hashes: set[str] = set()
+    sources: set[str] = set()
     for path in sorted(folder.rglob("*.jinja")):
         source = path.read_text(encoding="utf-8")
-        if source in hashes:
+        if source in sources:
             continue
-        hashes.add(source)
+        sources.add(source)
         training = path.with_name(f"{path.stem}_training.jinja")
         blocks = None
         if re.search(r"\{%-?\s*generation\s*-?%\}", source):

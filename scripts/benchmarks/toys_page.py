@@ -74,7 +74,7 @@ def render(group: list[Contestant], rounds: list[list[Measured]]) -> str:
         compared = ["", "", ""]
         if number:
             worst = max(
-                loss_difference(results[number], results[0]) for results in rounds
+                loss_difference(measured[number], measured[0]) for measured in rounds
             )
             medians = ", ".join(f"{statistics.median(turns):.3f}" for turns in by_round)
             compared = [

@@ -10,10 +10,7 @@ from pathlib import Path
 
 from scripts.common.child_environment import child_environment
 from scripts.smoke.report import Report
-from scripts.smoke.runs import (
-    COMMON,
-    small_model,
-)
+from scripts.smoke.runs import COMMON, small_model
 from scripts.smoke.training import LOSS
 
 

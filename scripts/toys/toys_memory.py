@@ -128,15 +128,13 @@ def compare(
         with torch.device("meta"):
             model = config.model.build()
         shapes = [param.shape for param in model.parameters()]
-        parallelized = config.parallel.build(
-            World(Device("cpu"), rank, ranks, config.mesh)
-        )
-        parallelized.shard(model, lambda param, name: None)
-        params = [param for _, param in parallelized.named_parameters()]
+        parallel = config.parallel.build(World(Device("cpu"), rank, ranks, config.mesh))
+        parallel.shard(model, lambda param, name: None)
+        params = [param for _, param in parallel.named_parameters()]
         optimizer = torch.optim.AdamW(params)
         tokens_BT = torch.zeros(1, 8, dtype=torch.long)
-        with parallelized.microbatch(0, 1):
-            parallelized.model(
+        with parallel.microbatch(0, 1):
+            parallel.model(
                 tokens_BT, tokens_BT, build_loss(chunk_loss=False)
             ).backward()
         gradients = storage_bytes(
