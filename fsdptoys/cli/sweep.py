@@ -15,7 +15,7 @@ from fsdptoys.report.table import make_table
 from fsdptoys.report.table_export import to_csv, to_json, to_markdown
 from fsdptoys.report.table_terminal import print_table
 from fsdptoys.sweep.definition import is_file_name
-from fsdptoys.sweep.run_sweep import SweepArguments, run_sweep, split_words
+from fsdptoys.sweep.run_sweep import SweepArguments, run_sweep, split_arguments
 from fsdptoys.sweep.runner import TRAIN, print_line
 from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.text import near_miss
@@ -33,10 +33,10 @@ def sweep_command(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
             f"it as one of several; write {shlex.join(['fsdptoys', 'sweep', *argv])} "
             f"launch.nproc_per_node={os.environ['WORLD_SIZE']}, without torchrun"
         )
-    return run_sweep(read_words(argv), make_tables, train)
+    return run_sweep(read_arguments(argv), make_tables, train)
 
 
-def read_words(argv: Sequence[str]) -> SweepArguments:
+def read_arguments(argv: Sequence[str]) -> SweepArguments:
     """Parse the arguments after ``fsdptoys sweep``.
 
     Raises:
@@ -60,7 +60,7 @@ def read_words(argv: Sequence[str]) -> SweepArguments:
             "--retry repeats failed jobs, which a new sweep does not have; add --resume"
         )
     return dataclasses.replace(
-        split_words(options.arguments),
+        split_arguments(options.arguments),
         command=shlex.join(["fsdptoys", "sweep", *argv]),
         resume=resume,
         resume_dir=Path(options.resume_dir) if options.resume_dir is not None else None,

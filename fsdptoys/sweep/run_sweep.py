@@ -79,7 +79,7 @@ class SweepArguments:
     retry: bool = False
 
 
-def split_words(argv: Sequence[str]) -> SweepArguments:
+def split_arguments(argv: Sequence[str]) -> SweepArguments:
     """Split the arguments without dashed options into name, settings and launcher overrides.
 
     Raises:
@@ -114,7 +114,7 @@ def with_recorded_arguments(arguments: SweepArguments, sweep: Sweep) -> SweepArg
             f"{sweep.path / SWEEP_FILE} does not say its words; give them after --resume "
             f"{sweep.path}"
         )
-    old = split_words(sweep.argv)
+    old = split_arguments(sweep.argv)
     if not arguments.launcher_overrides:
         refuse_commands(old.launcher_overrides, sweep.path)
     launcher_overrides = arguments.launcher_overrides or old.launcher_overrides

@@ -64,7 +64,11 @@ from scripts.benchmarks.gpu_page import (
 )
 from scripts.benchmarks.peers.measure import Measured, Run, take_within
 from scripts.benchmarks.peers.work import Work
-from scripts.benchmarks.peers_inputs import recipe_words, write_batches, write_tokens
+from scripts.benchmarks.peers_inputs import (
+    recipe_overrides,
+    write_batches,
+    write_tokens,
+)
 from scripts.common.child_environment import child_environment
 from scripts.common.finished_rows import ROWS_LEFT, FinishedRows
 from scripts.common.machine import machine, without_clocks
@@ -136,7 +140,8 @@ class Bench:
         work = self.work(shape, contestant)
         return [
             "experiment=null", f"model={shape.model}", "parallel=single",
-            "parallel.param_dtype=bfloat16", LOSS, *recipe_words(work, self.folder / shape.name),
+            "parallel.param_dtype=bfloat16", LOSS,
+            *recipe_overrides(work, self.folder / shape.name),
             "data.dtype=uint32", "optim.implementation=fused", "metrics.console=none",
             *shape.overrides, *added,
         ]  # fmt: skip

@@ -37,7 +37,11 @@ from fsdptoys.models import LlamaConfig
 from fsdptoys.utils.tables import markdown_table
 from scripts.benchmarks.peers.measure import Measured, Run, take_turns
 from scripts.benchmarks.peers.work import Work
-from scripts.benchmarks.peers_inputs import recipe_words, write_batches, write_inputs
+from scripts.benchmarks.peers_inputs import (
+    recipe_overrides,
+    write_batches,
+    write_inputs,
+)
 from scripts.benchmarks.peers_targets import Pair, judge, speed_ratio
 from scripts.common.child_environment import child_environment
 from scripts.common.machine import machine
@@ -134,7 +138,7 @@ class Bench:
             f"model.n_layers={model.n_layers}", f"model.n_heads={model.n_heads}",
             f"model.n_kv_heads={model.n_kv_heads}", f"model.ffn_dim={model.ffn_dim}",
             f"model.vocab_size={model.vocab_size}", f"model.max_seq_len={model.max_seq_len}",
-            f"model.init_from={work.weights}", *recipe_words(work, self.folder),
+            f"model.init_from={work.weights}", *recipe_overrides(work, self.folder),
             f"parallel.param_dtype={work.dtype}", f"launch.nproc_per_node={work.ranks}",
         ]  # fmt: skip
 

@@ -70,7 +70,7 @@ def write_batches(
     np.array(steps, dtype=np.int32).tofile(work.batches)
 
 
-def recipe_words(work: Work, folder: Path) -> list[str]:
+def recipe_overrides(work: Work, folder: Path) -> list[str]:
     """Overrides of our trainer for the data, the optimizer and the length that all peers have."""
     return [
         "data=bin", f"data.files=[{folder / 'tokens.bin'}]", f"train.data_seed={DATA_SEED}",

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from fsdptoys.checkpoint import HuggingFaceFolder, verify_checksums
 from fsdptoys.cli.main import main
-from fsdptoys.cli.sweep import read_words
+from fsdptoys.cli.sweep import read_arguments
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.saved import read_tree
 from fsdptoys.data import find_sources, open_chat_encoder, open_encoder, read_index
@@ -140,7 +140,7 @@ def read_resumed(copy: Path) -> None:
     ).close()
 
 
-def run_words(copy: Path) -> list[str]:
+def run_overrides(copy: Path) -> list[str]:
     """Overrides of the run in the copy."""
     return [*shlex.split(RUN_WORDS)[:-1], f"metrics.run_dir={copy}"]
 
@@ -148,7 +148,8 @@ def run_words(copy: Path) -> list[str]:
 def read_launchers_view(copy: Path) -> None:
     """Files that the launcher reads before any rank starts."""
     check_resume(
-        compose_config([*run_words(copy), "checkpoint.resume=auto"]), restarted=False
+        compose_config([*run_overrides(copy), "checkpoint.resume=auto"]),
+        restarted=False,
     )
 
 
@@ -229,8 +230,8 @@ def read_sweep_files(copy: Path) -> str:
     """Files that ``--resume`` reads in a sweep's folder."""
     sweep = read_sweep(copy)
     read_submissions(sweep)
-    asked = with_recorded_words(read_words(["--resume", str(copy)]), sweep)
-    assert not any("setup" in word for word in asked.launcher_words)
+    arguments = with_recorded_arguments(read_arguments(["--resume", str(copy)]), sweep)
+    assert not any("setup" in word for word in arguments.launcher_overrides)
     return ""
 
 
@@ -327,13 +328,13 @@ READERS: dict[str, Reader] = {
     "edited checkpoints": Reader(
         "run",
         (f"{STEP}/*", "checkpoints/latest"),
-        lambda copy: resume_edited(copy, run_words(copy)),
+        lambda copy: resume_edited(copy, run_overrides(copy)),
         mend=mend_checkpoint,
     ),
     "edited generators": Reader(
         "run",
         (f"{STEP}/rank-00000.json",),
-        lambda copy: resume_edited(copy, run_words(copy)),
+        lambda copy: resume_edited(copy, run_overrides(copy)),
         damage=edit_generator,
         mend=mend_checkpoint,
         share=0.5,

@@ -45,7 +45,7 @@ class Compared:
     step_ms: float
 
 
-def words_of(check: str) -> dict[str, list[str]]:
+def overrides_of(check: str) -> dict[str, list[str]]:
     """Return the overrides of each row of a check."""
     fsdp2 = [*SMALL, "parallel=fsdp2"]
     if check == "memory":
@@ -86,7 +86,7 @@ def compare(lines: list[dict[str, Any]], hardware: str) -> Iterator[Compared]:
     """Each measured row with its prediction."""
     profile = load_hardware(hardware)
     for line in lines:
-        for name, overrides in words_of(line["check"]).items():
+        for name, overrides in overrides_of(line["check"]).items():
             measured = line.get("facts", {}).get(name)
             if not isinstance(measured, dict) or "peak_gib" not in measured:
                 continue
@@ -163,7 +163,7 @@ def main() -> None:
         ),
         "not recorded",
     )
-    units = sum(len(words_of(line["check"])) for line in lines)
+    units = sum(len(overrides_of(line["check"])) for line in lines)
     with progress(units):
         rows = list(compare(lines, args.hardware))
     page = render(rows, f"python {shlex.join(sys.argv)}", machine, args.hardware)

@@ -26,7 +26,7 @@ ROUNDING_GIB = 0.005
 """Published values have two digits after the point."""
 
 
-def row_words(row: str) -> list[str]:
+def row_overrides(row: str) -> list[str]:
     """Overrides of a row, each key once."""
     strategy, name = NAMES[row]
     definition = read_definition(f"classic_{strategy}")
@@ -80,7 +80,7 @@ class TrainerRow:
 def predict_trainer_row(row: str) -> TrainerRow:
     """Predict a row."""
     hardware = load_hardware("a2")
-    config = compose_config(row_words(row))
+    config = compose_config(row_overrides(row))
     config.validate(RANKS, hardware.device_type)
     return TrainerRow(row, ROWS[NAMES[row]][1], fast_estimate(config, hardware, RANKS))
 

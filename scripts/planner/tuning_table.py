@@ -124,15 +124,15 @@ def main() -> int:
     tables: dict[str, dict[tuple[str, str, int], dict[str, Cell]]] = {}
     for model in arguments.models:
         table = tables[model] = {}
-        for tune, tune_words in TUNES.items():
-            for strategy, strategy_words in STRATEGIES.items():
+        for tune, tune_overrides in TUNES.items():
+            for strategy, strategy_overrides in STRATEGIES.items():
                 for ranks in RANKS:
                     overrides = [
                         *COMMON,
                         f"model={model}",
                         f"train.seq_len={arguments.seq_len}",
                     ]
-                    overrides += [*tune_words, *strategy_words]
+                    overrides += [*tune_overrides, *strategy_overrides]
                     table[tune, strategy, ranks] = {
                         name: plan(overrides, hardware, ranks)
                         for name, hardware in profiles.items()

@@ -273,8 +273,8 @@ def test_command_prints_errors_and_writes_a_profile(
         )
     out = tmp_path / "mine.yaml"
     page = io.StringIO()
-    overrides = [*map(str, runs), f"out={out}"]
-    assert calibrate_command(overrides, predict, Console(file=page, width=80)) == 0
+    argv = [*map(str, runs), f"out={out}"]
+    assert calibrate_command(argv, predict, Console(file=page, width=80)) == 0
     calibrated = load_hardware(str(out))
     assert calibrated.matmul_efficiency.value == pytest.approx(0.8 * 0.72, rel=0.01)
     assert re.search(
@@ -289,7 +289,7 @@ def test_command_prints_errors_and_writes_a_profile(
     with pytest.raises(
         ConfigError, match=r"mine.yaml must be a new YAML file; set out=mine_new"
     ):
-        calibrate_command(overrides, predict, Console(file=page))
+        calibrate_command(argv, predict, Console(file=page))
 
 
 HARDWARE_FLAW = (
@@ -299,7 +299,7 @@ HARDWARE_FLAW = (
 
 
 @pytest.mark.parametrize(
-    ("overrides", "sentence"),
+    ("argv", "sentence"),
     [
         ([], "needs a run; write fsdptoys plan calibrate runs/NAME"),
         (
@@ -329,7 +329,7 @@ def test_mistakes_are_reported_in_one_sentence(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     config: Config,
-    overrides: list[str],
+    argv: list[str],
     sentence: str,
 ) -> None:
     """Oracle: the expected messages."""
@@ -339,5 +339,5 @@ def test_mistakes_are_reported_in_one_sentence(
     write_run(tmp_path / "other", config, [1.0, 1.0, 1.0], device="Ascend910B3")
     write_run(tmp_path / "unknown", config, [1.0, 1.0, 1.0], device="Ascend910B4")
     with pytest.raises(ConfigError, match=sentence):
-        calibrate_command(overrides, predict, Console(file=io.StringIO()))
+        calibrate_command(argv, predict, Console(file=io.StringIO()))
     assert isinstance(calibrate_runs([run], None, predict), Calibration)

@@ -292,14 +292,14 @@ def test_units_by_class_and_by_size_are_gathered_twice_and_reduced_once(
 
     The peak holds the gathered root beside the shards of parameters and states.
     """
-    handed_on = [
+    all_overrides = [
         "model=llama3_1b",
         "model.n_layers=4",
         f"parallel={strategy}",
         f"parallel.{overrides}",
         "train.seq_len=128",
     ]
-    config = configured([*handed_on, BF16], 8, "cuda")
+    config = configured([*all_overrides, BF16], 8, "cuda")
     prediction = fast_estimate(config, _hardware("h100"), 8)
     calls = {
         volume.collective: volume.calls

@@ -268,13 +268,13 @@ def test_a_plan_prints_its_pipeline_ranks() -> None:
     console = Console(file=io.StringIO(), width=80)
     print_prediction(config, prediction, load_hardware("h100"), 2**30, [], console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    for overrides in (
+    for phrase in (
         "layers over 2",
         "2,048 tokens x 4 micro-batches per 2 ranks",
         "Pipeline ranks",
         "waiting for",
     ):
-        assert overrides in text, text
+        assert phrase in text, text
     for stage in prediction.stages:
         assert f" {stage.layers} " in text
 

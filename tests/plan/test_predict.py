@@ -175,8 +175,11 @@ def test_caveats_are_reported_only_where_they_apply(
         ranks,
     )
     assert sum(sentence.startswith(expected) for sentence in sentences) == 1
-    plain_words = {ONE_BY_ONE: (MOE, BF16), CUDNN: (BF16, "kernels.attention=flash")}
-    for plain in ((), plain_words.get(expected, ())):
+    plain_overrides = {
+        ONE_BY_ONE: (MOE, BF16),
+        CUDNN: (BF16, "kernels.attention=flash"),
+    }
+    for plain in ((), plain_overrides.get(expected, ())):
         plain_sentences = caveats(
             composed(*plain, device_type=profile.device_type), profile, 8
         )

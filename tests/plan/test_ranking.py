@@ -7,10 +7,7 @@ import pytest
 from fsdptoys.device import GIB
 from fsdptoys.plan.search.effects import effects
 from fsdptoys.plan.search.ranking import Candidate, frontier
-from fsdptoys.plan.search.switches import (
-    read,
-    vary,
-)
+from fsdptoys.plan.search.switches import read, vary
 from fsdptoys.utils.text import value_text
 from tests.plan.formula_search import (
     HARDWARE,

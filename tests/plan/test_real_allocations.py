@@ -152,12 +152,12 @@ def runs_for_real(
     """On every rank: run each case and return the profiler's records."""
     grouped.choose_product("cpu", torch.float32)  # probes matmuls on the first call
     return {
-        name: run_for_real(words_of(overrides), world_size)
+        name: run_for_real(overrides_of(overrides), world_size)
         for name, overrides in cases.items()
     }
 
 
-def words_of(case: tuple[str, ...]) -> list[str]:
+def overrides_of(case: tuple[str, ...]) -> list[str]:
     """The full configuration of a case."""
     model = (
         []
@@ -278,7 +278,9 @@ def test_trace_has_the_allocations_of_a_real_run_in_order(
     world_size, cases = GROUPS[group]
     overrides = cases[case]
     real, real_live = real_runs(group)[case]
-    trace, trace_live = allocations_of(traced(words_of(overrides), world_size, "cpu"))
+    trace, trace_live = allocations_of(
+        traced(overrides_of(overrides), world_size, "cpu")
+    )
     smallest = 8192 if case == "chunked loss" else SMALLEST
     compared = 0
     for step in (1, 2):
@@ -333,7 +335,7 @@ COUNTED = {1: ("parallel=single", ("plain",)), 2: ("parallel=fsdp2", ("plain", "
 
 
 def adapters(ranks: int, base: str) -> list[str]:
-    return words_of((*ADAPTERS, COUNTED[ranks][0], f"tune.base={base}"))
+    return overrides_of((*ADAPTERS, COUNTED[ranks][0], f"tune.base={base}"))
 
 
 def count_peaks(ranks: int) -> dict[str, int]:

@@ -28,7 +28,7 @@ from scripts.benchmarks.gpu_page import (
 from scripts.benchmarks.peers.measure import Measured
 from scripts.gpu_smoke import read_events
 from scripts.planner import gpu_planned
-from scripts.planner.gpu_planned import words_of
+from scripts.planner.gpu_planned import overrides_of
 from scripts.smoke import kernels, training
 from scripts.smoke.report import Report
 from scripts.smoke.runs import COMMON, Trained
@@ -141,7 +141,7 @@ COMPARED = ("memory", "compile", "float8", "optimizers", "adapters", "speed")
 CUDA_ROWS = {
     f"{check}, {name}": overrides
     for check in COMPARED
-    for name, overrides in words_of(check).items()
+    for name, overrides in overrides_of(check).items()
 }
 CUDA_ROWS |= {
     f"{name} in layout mode": [

@@ -32,7 +32,7 @@ from scripts.planner.trainer_rows import (
     NAMES,
     TrainerRow,
     predict_trainer_row,
-    row_words,
+    row_overrides,
 )
 from scripts.planner.validate_plan import trace_row
 from tests.harness.plan_processes import in_fresh_process
@@ -132,7 +132,7 @@ SWITCHES = {
 @pytest.mark.parametrize("row", NAMES)
 def test_rows_have_the_published_switches(row: str) -> None:
     """Oracle: the switches of the program that made the published row."""
-    overrides = row_words(row)
+    overrides = row_overrides(row)
     (strategy, name) = NAMES[row]
     published = ROWS[strategy, name][0]
     assert f"parallel={strategy}" in overrides and len(

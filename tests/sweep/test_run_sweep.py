@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fsdptoys.cli.main import main
-from fsdptoys.cli.sweep import read_words, sweep_command
+from fsdptoys.cli.sweep import read_arguments
 from fsdptoys.errors import ConfigError
 from fsdptoys.sweep import JobStatus, Sweep, read_sweep, validate
 from fsdptoys.sweep.folder import write_job
@@ -247,7 +247,7 @@ def test_recorded_launcher_arguments_that_run_commands_are_refused(
     before = Sweep(tmp_path, "t", "c", [], [], None, ("train.seed=1,2", *launcher))
 
     def resumed(*overrides: str) -> list[str]:
-        arguments = read_words(["--resume", str(tmp_path), *overrides])
+        arguments = read_arguments(["--resume", str(tmp_path), *overrides])
         return with_recorded_arguments(arguments, before).launcher_overrides
 
     if is_used:
