@@ -115,8 +115,7 @@ def submit(
     """
     launcher = read_launcher(tuple(launcher_overrides))
     queued = jobs_in_queue(sweep)
-    # Local processes would all start at once and disturb each other's measurements, so that each
-    # is a group of its own.
+    # Local processes would all start at once and disturb each other's measurements: a group each.
     groups: dict[tuple[SlurmNeeds, str], list[Job]] = {}
     for job in jobs:
         if queued.get(job.name) == "":
