@@ -196,7 +196,7 @@ class HuggingFaceFolder:
         parameter. ConfigError if a file has become unreadable since ``check``.
         """
         assert self.model is not None, "check the folder first"
-        config = self.model.config
+        style = hugging_face_format(self.model.config)
         bounds = local_bounds(param)
         with torch.no_grad(), self.tensors.reading() as read:
             local = local_tensor(param)
@@ -276,11 +276,11 @@ def write_hugging_face(
     style = hugging_face_format(config)
     with new_folder(out_dir, CHECKSUMS_FILE) as folder:
         files = write_tensors(
-            folder, STEM, _tensors(config, read, dtype), max_file_bytes
+            folder, STEM, _tensors(config, style, read, dtype), max_file_bytes
         )
         dtype_text = dtype_name(dtype)
         # transformers 4 reads the second spelling.
-        tree = config.hugging_face.write_config(config) | {
+        tree = style.write_config(config) | {
             "dtype": dtype_text,
             "torch_dtype": dtype_text,
         }

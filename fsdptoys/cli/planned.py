@@ -193,7 +193,7 @@ def fastest_switches(
     except ConfigError as error:
         _say(f"memory=auto leaves the switches off: {error}")
         return []
-    changed = [word for word in best.words if word not in overrides]
+    changed = [word for word in best.overrides if word not in overrides]
     seconds = time.perf_counter() - started
     _say(
         f"memory=auto: {' '.join(changed) or 'the switches as they are'}, the fastest of those "

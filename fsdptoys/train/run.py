@@ -255,11 +255,15 @@ class Run:
                 f"the global batch was {before} sequences and is {now}, so the steps differ from "
                 "those of the uninterrupted run; train.batch_size and train.grad_accum set it"
             )
-        if self.rank == 0 and found.step < config.train.steps:
-            self._set_weights_aside()
-        trainer.load_state_dict(found.facts, found.load, found.read_states)
-        self._restore_random_states(found)
-        self._resumed = ResumePoint(found.step, found.facts["metrics"], found.name)
+        if self.rank == 0 and checkpoint.step < config.train.steps:
+            set_weights_aside(self.run_dir)
+        trainer.load_state_dict(
+            checkpoint.facts, checkpoint.load, checkpoint.read_states
+        )
+        self._restore_random_states(checkpoint)
+        self._resumed = ResumePoint(
+            checkpoint.step, checkpoint.facts["metrics"], checkpoint.name
+        )
 
     def _restore_random_states(self, checkpoint: Checkpoint) -> None:
         """Restore each rank's generators; rank 0 reports the ranks that start from the seed

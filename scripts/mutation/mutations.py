@@ -211,7 +211,7 @@ def check_sites(
         with unit(site.name) as progress_unit:
             row = breaker.check(site)
             with lock:
-                finished.put(site.name, row)
+                finished.add(site.name, row)
             progress_unit.note = f"short {row['short']}, all {row['all']} {row['test']}"
 
     with ThreadPoolExecutor(jobs) as pool:

@@ -120,7 +120,7 @@ def _build(overrides: list[str], steps: int) -> Trainer:
 def _record_times(build: Callable[[int], Trainer], recording: Recorded) -> None:
     traced = SKIPPED_STEPS + 1
     trainer = build(traced + TIMED_STEPS)
-    recording.parameters = sum(trainer.built.parameter_sizes.values())
+    recording.parameters = sum(trainer.parallel_model.parameter_sizes.values())
     calls: list[Call] = []
     trace = CollectiveTrace(traced, trainer.strategy.model, {}, calls.extend)
     trainer.on_phase = trace.enter

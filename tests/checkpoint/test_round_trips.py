@@ -227,6 +227,6 @@ def test_damaged_folder_is_refused_before_workers_start(
 ) -> None:
     """Oracle: status 2 and the file's name, for one bit that only the checksums know of."""
     edit_bytes(lambda content: content[:-1] + bytes([content[-1] ^ 1]))(weights)
-    _, *words = training_words(CONFIG, str(weights))
-    assert main([*words, "experiment=null"]) == 2
+    _, *overrides = training_words(CONFIG, str(weights))
+    assert main([*overrides, "experiment=null"]) == 2
     assert f"{weights / THIRD} is damaged: its SHA-256 is" in capsys.readouterr().err

@@ -94,7 +94,7 @@ def answer(argv: Sequence[str], row: Row, capsys: pytest.CaptureFixture[str]) ->
             else ""
         )
     try:
-        config = compose_config(parse("train", words).arguments)
+        config = compose_config(parse("train", argv).arguments)
         launch = config.launch
         ranks = (
             row.ranks

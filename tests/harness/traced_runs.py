@@ -66,7 +66,7 @@ def only_attention_takes_time(**values: float) -> Hardware:
     return imagined_hardware(**rates | {"matmul_efficiency": math.inf} | values)
 
 
-def configured(words: Sequence[str], world_size: int, device_type: str) -> Config:
+def configured(overrides: Sequence[str], world_size: int, device_type: str) -> Config:
     """A validated configuration."""
     config = compose_config(["experiment=null", *overrides])
     config.validate(world_size, device_type)

@@ -249,7 +249,7 @@ def test_auto_schedule_holds_no_gradients_between_steps() -> None:
 
 def gathered_events(config: Config) -> tuple[int, list[int], bool]:
     """Number of units, and which of them waited for an event in the forward after a lazy step."""
-    run = trainer(config, LAZY)
+    run = build_trainer(config, LAZY)
     assert isinstance(run.strategy, FSDP2)
     modules = [module for module, _ in run.strategy.units()]
     waited: list[int] = []
@@ -283,7 +283,7 @@ def test_every_gather_of_fsdp2_waits_for_the_optimizer_step_of_its_parameters(
 
 def parameters_that_travel(config: Config) -> list[tuple[bool, torch.dtype]]:
     """Whether FSDP2 uploads the mirror of each parameter, and its dtype."""
-    run = trainer(config, OVERLAPPED)
+    run = build_trainer(config, OVERLAPPED)
     assert isinstance(run.optimizer, BucketedOptimizer)
     take_steps(run, 1, 2)
     mirror: Mirror = run.optimizer.executor._on_updated.__self__  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ from fsdptoys.parallel.pipeline import PipelineSchedule
 from fsdptoys.report.setting_effects import bits_of
 from tests.harness.outcomes import hash_parameters
 from tests.harness.ranks import run_ranks
-from tests.harness.resumed_runs import kept, run_to_the_end, run_until
+from tests.harness.resumed_runs import run_to_the_end, run_until, with_checkpoints
 from tests.harness.run_tables import Pairs, levels, trained_rows
 from tests.harness.tiny import (
     make_config,

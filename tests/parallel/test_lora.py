@@ -216,7 +216,7 @@ def compare_with_plain(configs: list[Config]) -> list[list[Outcome]]:
     ones stand for."""
     codebook = Codebook()
     results = []
-    codebook.put(torch.device("cpu"))
+    codebook.materialize(torch.device("cpu"))
     for run_config in configs:
         trainer = Trainer(run_config)
         values: dict[str, Tensor] = {}

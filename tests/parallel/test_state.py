@@ -119,7 +119,7 @@ def run_saved(configs: list[Config]) -> list[Saved]:
     """Runs with a copy of their state in the middle."""
     saved = []
     for config in configs:
-        run = trainer(config, None)
+        run = build_trainer(config, None)
         take_steps(run, 1, MIDDLE)
         middle = in_full(run), run.data.batches.state_dict()
         take_steps(run, MIDDLE + 1, config.train.steps)

@@ -17,7 +17,7 @@ from fsdptoys.checkpoint.retention import Series
 from fsdptoys.config.schema import Config
 from fsdptoys.data.bin import BinConfig
 from fsdptoys.data.synthetic import SyntheticConfig
-from fsdptoys.errors import ConfigError, LostRanksError
+from fsdptoys.errors import LostRanksError
 from fsdptoys.memory import (
     MemoryConfig,
     OffloadStateDType,

@@ -24,7 +24,8 @@ from fsdptoys.loss.vocabulary import Vocabulary
 from fsdptoys.memory import GradientCheckpointing, checkpoint_blocks
 from fsdptoys.metrics.prediction import Category
 from fsdptoys.models import DecoderModel
-from fsdptoys.models.layers import Attention, RunnableBlock
+from fsdptoys.models.layers import RunnableBlock
+from fsdptoys.models.self_attention import Attention
 from fsdptoys.parallel.context import ContextForm, build_context
 from fsdptoys.parallel.mesh import CONTEXT_AXIS, TENSOR_AXIS
 from fsdptoys.plan.simulator.events import Mark

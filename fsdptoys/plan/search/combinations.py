@@ -106,10 +106,10 @@ class Combinations:
         """All combinations that agree with the command line; validation may still refuse one."""
         is_single = self.world_size == 1
         table = {
-            name: CAPABILITIES[name]
+            name: STRATEGIES[name].capabilities
             for name in self.space.strategies
-            if CAPABILITIES[name].single_process == is_single
-            or CAPABILITIES[name].shards_parameters
+            if STRATEGIES[name].capabilities.single_process == is_single
+            or STRATEGIES[name].capabilities.shards_parameters
         }
         per_parameter = {
             name: can for name, can in table.items() if not can.flattens_parameters

@@ -11,7 +11,12 @@ from fsdptoys.metrics.prediction import Category
 from fsdptoys.parallel.mesh import EXCHANGING_AXES
 from fsdptoys.plan.simulator import events as simulated
 from fsdptoys.plan.simulator.events import COMPUTE_STREAM
-from fsdptoys.profiler.dispatch import COLLECTIVES, arguments_of, given, tensors_in
+from fsdptoys.profiler.dispatch import (
+    COLLECTIVES,
+    arguments_of,
+    bind_arguments,
+    tensors_in,
+)
 
 from .fake_device import MODULE
 from .groups import place_of
@@ -65,7 +70,7 @@ class Exchanges:
         """Answer a collective as if it were complete; record its size, group and stream."""
         values = {
             argument.name: value
-            for argument, value in given(arguments_of(func), args, kwargs)
+            for argument, value in bind_arguments(arguments_of(func), args, kwargs)
         }
         name = COLLECTIVES.get(func._schema.name.partition("::")[2])
         future: torch.futures.Future[Any] = torch.futures.Future()

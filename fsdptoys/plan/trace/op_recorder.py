@@ -184,7 +184,7 @@ class OpRecorder(TorchDispatchMode):
                 return result
             inputs = [
                 (argument, tensor)
-                for argument, value in given(arguments, args, kwargs)
+                for argument, value in bind_arguments(arguments, args, kwargs)
                 for tensor in tensors_in(value)
             ]
             input_keys = {tensor.untyped_storage()._cdata for _, tensor in inputs}
