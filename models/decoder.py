@@ -129,9 +129,8 @@ class DecoderModel(Layer, ABC):
             After any stage but the last, hidden_BTD. Otherwise logits_BTV in the parameters' dtype,
             or ``loss_fn``'s scalar if labels are given, of this rank's part of the sequences.
         """
-        self.exchange.begin(
-            in_full=labels_BT is None
-        )  # of one token there are no parts
+        # of one token there are no parts
+        self.exchange.begin(in_full=labels_BT is None)
         start = 0 if cache is None else cache.length
         seq_len = tokens_BT.shape[1]
         context = self.context if cache is None else FULL_SEQUENCES

@@ -58,9 +58,8 @@ class Linear(Layer, nn.Linear):
 
     def own_flops(self, seq_len: int) -> float:
         """FLOPs of its matmul."""
-        weight = self._parameters.get(
-            "weight"
-        )  # None for a quantized one, which is frozen
+        # None for a quantized one, which is frozen
+        weight = self._parameters.get("weight")
         trains = weight is not None and weight.requires_grad
         return matmul_flops(self.in_features * self.out_features, trains)
 

@@ -164,17 +164,15 @@ class NPUGrouped(Grouped):
         out_RO: Tensor | None = None,
     ) -> Tensor:
         """See ``Grouped``."""
-        return self._multiply(
-            a_MI, weight_EOI.transpose(1, 2), piece, group_type=0
-        )  # splits rows
+        # splits rows
+        return self._multiply(a_MI, weight_EOI.transpose(1, 2), piece, group_type=0)
 
     def outer(
         self, a_MO: Tensor, b_MI: Tensor, piece: Segment, out_EOI: Tensor | None = None
     ) -> Tensor:
         """See ``Grouped``."""
-        return self._multiply(
-            a_MO.t(), b_MI, piece, group_type=2
-        )  # splits the inner dim
+        # splits the inner dim
+        return self._multiply(a_MO.t(), b_MI, piece, group_type=2)
 
     def _multiply(
         self, left: Tensor, right: Tensor, piece: Segment, group_type: int

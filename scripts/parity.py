@@ -276,10 +276,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--models", nargs="+", default=PRESETS, help="presets of configs/model"
     )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "npu"])
+    # a wrong one is answered with all
     list_options: dict[str, Any] = {
         "nargs": "+",
         "metavar": "NAME",
-    }  # a wrong one is answered with all
+    }
     parser.add_argument(
         "--strategies",
         choices=list(STRATEGIES),

@@ -96,9 +96,8 @@ class HuggingFaceFolder:
     parameter."""
 
     tensors: TensorFolder  # the files' tensors; set by ``check``
-    model: DecoderModel | None = (
-        None  # the model that ``check`` compared the folder with
-    )
+    # the model that ``check`` compared the folder with
+    model: DecoderModel | None = None
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()

@@ -41,9 +41,8 @@ class Checkpoint:
     storage: Storage
     name: str  # of its folder
     facts: dict[str, Any]  # given to ``save``, plus ``step`` and ``world_size``
-    own_facts: (
-        dict[str, Any] | None
-    )  # this rank's; None if it was saved by another number of ranks
+    # this rank's; None if it was saved by another number of ranks
+    own_facts: dict[str, Any] | None
     group: dist.ProcessGroup | None
 
     @property

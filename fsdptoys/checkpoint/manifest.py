@@ -40,14 +40,14 @@ MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 INDEX_FILE = "tensors.json"
 FORMAT = 1
-LARGEST_BYTES = (
-    64 * 2**20
-)  # limit for a JSON file; the manifest of 100,000 ranks takes 25 MiB
+# limit for a JSON file; the manifest of 100,000 ranks takes 25 MiB
+LARGEST_BYTES = 64 * 2**20
+# pauses between attempts of a read that the system refuses
 RETRY_PAUSES_SECONDS = (
     0.1,
     0.3,
     0.9,
-)  # pauses between attempts of a read that the system refuses
+)
 
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotRegularFileError)
 """Errors caused by a folder's content; retries cannot help."""

@@ -77,9 +77,8 @@ class RunWeights:
                 f"{path} holds no weights; train with checkpoint.final_weights=true"
             )
         where = self.path.absolute().parent / CONFIG_FILE
-        self.settings = _read_settings(
-            where
-        )  # the run's configuration, as plain values
+        # the run's configuration, as plain values
+        self.settings = _read_settings(where)
         self.config = model_config_of(
             self.settings.get("model"), str(where), "use the file that the run wrote"
         )

@@ -140,9 +140,8 @@ def evaluate(
         device: device of the model.
         bytes_count: bytes of the predicted tokens, or None if unknown.
     """
-    zero = torch.zeros(
-        (), dtype=torch.float64
-    )  # on the host, since not every device has float64
+    # on the host, since not every device has float64
+    zero = torch.zeros((), dtype=torch.float64)
     sums = sum_losses(
         model, build_loss(chunk_loss=True), batches, device.torch_device, zero
     )

@@ -152,9 +152,8 @@ def _run(argv: Sequence[str]) -> int:
     node_ranks = node_ranks_of(config, hardware, world_size)
     try:
         validate_switches(config, world_size, hardware.device_type, node_ranks)
-    except (
-        ConfigError
-    ) as mistake:  # plan.world_size sets the number of hypothetical ranks
+    except ConfigError as mistake:
+        # plan.world_size sets the number of hypothetical ranks
         raise ConfigError(
             str(mistake).replace("launch.nproc_per_node=", "plan.world_size=")
         ) from mistake

@@ -63,18 +63,16 @@ def explain_environment(error: Exception) -> str | None:
             else ""
         )
         return f"the system refuses{target}: {error.strerror}; {FIXES[error.errno]}"
-    if isinstance(error, FileNotFoundError) and "temporary directory" in str(
-        error
-    ):  # tempfile's
+    # raised by tempfile
+    if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):
         return f"{error.strerror}; set TMPDIR to a folder that can be written"
     if isinstance(error, ValueError) and REFUSED_VARIABLE.search(str(error)):
         return (
             f"PyTorch refuses a variable of the environment ({one_line(error)}); unset "
             "TORCH_DISTRIBUTED_DEBUG, TORCH_LOGS or LOGLEVEL"
         )
-    if isinstance(error, RuntimeError) and "determine home directory" in str(
-        error
-    ):  # pathlib's
+    # raised by pathlib
+    if isinstance(error, RuntimeError) and "determine home directory" in str(error):
         return (
             "the home folder is unknown, so ~ cannot be expanded; set HOME, or write the path "
             "without ~"

@@ -97,9 +97,8 @@ def _work(overrides: list[str]) -> None:
     # launcher, so the threads are set again below.
     environment |= request.environment()
     os.environ.update(environment)
-    threads = os.environ["OMP_NUM_THREADS"].partition(",")[
-        0
-    ]  # the others are for nested regions
+    # the others are for nested regions
+    threads = os.environ["OMP_NUM_THREADS"].partition(",")[0]
     if threads.strip():
         torch.set_num_threads(int(threads))
     prediction = None

@@ -200,9 +200,8 @@ def _to_config(tree: DictConfig) -> Config:
         ) from error
     except ConfigError:
         raise
-    except (
-        ValueError
-    ) as error:  # models do not import ConfigError, but word their messages alike
+    except ValueError as error:
+        # models do not import ConfigError, but word their messages alike
         raise ConfigError(str(error)) from error
     assert isinstance(config, Config)
     for section in dataclasses.fields(config):

@@ -195,8 +195,9 @@ words: to leave out."""
 @functools.cache
 def familiar_names() -> Mapping[str, str]:
     """Return name → override: of the options' aliases, and of the table."""
+    # imports torch, which help does without
     from .declared_options import (
-        declared_options,  # imports torch, which help does without
+        declared_options,
     )
 
     aliases = {

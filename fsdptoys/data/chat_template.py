@@ -288,9 +288,8 @@ class _AnswerSearch:
     def _header_length(self, number: int, turn: str) -> int:
         """Characters of a turn up to where it and the generation prompt part."""
         prompt = self._prompt(number)
-        if (
-            not prompt
-        ):  # a template may write another header behind a result than behind a question
+        # a template may write another header behind a result than behind a question
+        if not prompt:
             prompt = next(
                 (
                     other

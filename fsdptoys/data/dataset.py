@@ -21,9 +21,8 @@ from fsdptoys.utils.options import Effect, check_options, option
 
 from .content_sample import SampledFiles
 
-IGNORE_INDEX = (
-    -100
-)  # label of ignored positions, as in ``torch.nn.functional.cross_entropy``
+# label of ignored positions, as in ``torch.nn.functional.cross_entropy``
+IGNORE_INDEX = -100
 MOST_WORKERS = 64  # background processes of a rank, each a Python interpreter
 
 Tokens = NDArray[np.int64]
@@ -70,12 +69,10 @@ class TokenDataset(ABC):
     """Hash of everything that decides the training samples and their order; a run must not resume
     if it differs."""
     document_end: int | None = None  # the last id of every document; None if unknown
-    answers_end: int | None = (
-        None  # ``document_end`` where only answers have labels, else None
-    )
-    conditional_entropy_nats: float | None = (
-        None  # lowest loss that a model can reach, if known
-    )
+    # ``document_end`` where only answers have labels, else None
+    answers_end: int | None = None
+    # lowest loss that a model can reach, if known
+    conditional_entropy_nats: float | None = None
     text_sample: TextSample | None = None  # sample to generate after training, if any
 
     def __init__(self, train: Samples, eval: Samples | None, fingerprint: str) -> None:

@@ -44,9 +44,8 @@ FORMAT = "fsdptoys tokens"
 VERSION = 1
 VERSION_WITH_LEARNED = 2  # programs that know version 1 only would train on every id
 SPLITS = ("train", "eval")
-SHARD_NAME = re.compile(
-    r"shard-[0-9]{5,9}"
-)  # a name with a slash would reach other folders
+# a name with a slash would reach other folders
+SHARD_NAME = re.compile(r"shard-[0-9]{5,9}")
 DTYPES: dict[str, "np.dtype[Any]"] = {
     "uint16": np.dtype("<u2"),
     "uint32": np.dtype("<u4"),
@@ -105,9 +104,8 @@ class Index:
 
     dtype: str
     vocab_size: int = field(metadata=between(1, MOST_IDS))  # ids are below it
-    document_end: int = field(
-        metadata=between(0, MOST_IDS - 1)
-    )  # the id after each document
+    # the id after each document
+    document_end: int = field(metadata=between(0, MOST_IDS - 1))
     tokenizer: str  # ``bytes``, or the name of the tokenizer's file
     tokenizer_sha256: str
     """Of the meaning of the ids, including the end of a document; folders that differ in it cannot
@@ -117,9 +115,8 @@ class Index:
     field: str  # field of a record with the text
     # Requested share of held-out documents
     eval_fraction: float = dataclasses.field(metadata=between(0, 1))
-    left_out: int = dataclasses.field(
-        metadata=between(0, MOST_COUNT)
-    )  # documents without text
+    # documents without text
+    left_out: int = dataclasses.field(metadata=between(0, MOST_COUNT))
     sources: tuple[Source, ...]
     shards: tuple[Shard, ...]
 
@@ -172,9 +169,8 @@ class Index:
         } | dataclasses.asdict(self)
         for shard in () if self.has_learned else tree["shards"]:
             del shard["learned_sha256"]
-        return (
-            json.dumps(tree, indent=1) + "\n"
-        )  # escaped, since a file's name may not be UTF-8
+        # escaped, since a file's name may not be UTF-8
+        return json.dumps(tree, indent=1) + "\n"
 
 
 def read_index(folder: str, owner: str) -> Index:

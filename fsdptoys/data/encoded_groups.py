@@ -59,9 +59,8 @@ class EncodedGroup:
     """By split, the ids of all documents, the length of each, and which ids are learned."""
     empty: int = 0  # documents without ids
     bad: list[str] = field(default_factory=list)  # sentences on documents of no use
-    losses: list[str] = field(
-        default_factory=list
-    )  # sentences on texts that lack something
+    # sentences on texts that lack something
+    losses: list[str] = field(default_factory=list)
     ends: int = 0  # documents with an end that the model learns to write
 
 

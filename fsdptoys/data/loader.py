@@ -48,10 +48,11 @@ SHARED_MEMORY = "/dev/shm"
 LONGEST_TEMPORARY_FOLDER = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 """Bytes of its path, out of the 107 of a socket's path on Linux."""
 
+# pages of shared memory for the loader's semaphores, and for those of each worker
 PAGES = (
     16,
     8,
-)  # pages of shared memory for the loader's semaphores, and for those of each worker
+)
 
 
 def check_shared_memory(
@@ -112,9 +113,8 @@ class StepReader:
         assert all(0 <= rank < data_ranks for rank in ranks)
         self.samples = samples
         self.batch_size = batch_size
-        self.stride = (
-            microbatches * data_ranks * batch_size
-        )  # samples of a step, over all ranks
+        # samples of a step, over all ranks
+        self.stride = microbatches * data_ranks * batch_size
         self._firsts = [
             (microbatch * data_ranks + rank) * batch_size
             for microbatch in range(microbatches)
@@ -207,9 +207,8 @@ class StepPrefetcher:
     def close(self) -> None:
         """Kill the workers; may be called twice."""
         self._at_exit.cancel()
-        self._steps = iter(
-            ()
-        )  # the loader's iterator ends its workers when it is deleted
+        # the loader's iterator ends its workers when it is deleted
+        self._steps = iter(())
         for worker in self._workers:
             worker.kill()
             worker.join()

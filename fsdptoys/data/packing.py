@@ -153,9 +153,8 @@ class PackedSamples(Samples):
     rows: PackedRows
     seq_len: int
     padding: int  # id that fills the rest of a row
-    learned: TokenStream | None = (
-        None  # 1 for every id that counts as a label; None if all do
-    )
+    # 1 for every id that counts as a label; None if all do
+    learned: TokenStream | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -271,9 +270,8 @@ def _write_rows(
             if learned is not None:
                 has_label = ~are_cut
                 for piece in np.flatnonzero(are_cut):
-                    start = (
-                        int(starts[piece]) + 1
-                    )  # the first id of a piece is no label
+                    # the first id of a piece is no label
+                    start = int(starts[piece]) + 1
                     has_label[piece] = learned.read(
                         start, int(lengths[piece]) - 1
                     ).any()

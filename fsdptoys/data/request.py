@@ -25,9 +25,8 @@ class Request:
     shard_tokens: int = SHARD_TOKENS
     processes: int = 1
     skip_bad_rows: bool = False
-    skip_fix: str = (
-        "set data.skip_bad_rows=true"  # how the user would have them skipped
-    )
+    # how the user would have them skipped
+    skip_fix: str = "set data.skip_bad_rows=true"
 
     @property
     def fingerprint(self) -> str:

@@ -55,9 +55,8 @@ class Progress:
     request: str  # fingerprint of the request
     documents: int = field(metadata=between(0, MOST_COUNT))
     """Documents read, of all sources, from the first on."""
-    left_out: int = field(
-        metadata=between(0, MOST_COUNT)
-    )  # documents without text among them
+    # documents without text among them
+    left_out: int = field(metadata=between(0, MOST_COUNT))
     shards: list[ShardProgress]
 
 

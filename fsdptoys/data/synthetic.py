@@ -25,9 +25,8 @@ from .dataset import (
 )
 
 TRAIN_SAMPLES = 2**40  # more than any run takes
-TRAIN = (
-    0  # part of the seed of a sample, so that no held-out sample is a training sample
-)
+# part of the seed of a sample, so that no held-out sample is a training sample
+TRAIN = 0
 EVAL = 1
 DOCUMENT_END = 0  # taken as the end of a document: about one token in vocab_size
 

@@ -39,9 +39,8 @@ class Encoded(NamedTuple):
 
     text: str  # decides whether the document is held out
     ids: NDArray[Any]
-    learned: NDArray[Any] | None = (
-        None  # for each id whether it counts as a label; None if all do
-    )
+    # for each id whether it counts as a label; None if all do
+    learned: NDArray[Any] | None = None
     loss: str | None = None  # a sentence on what the text lacks of the document
     ends: bool = False  # whether an answer ends with a special token
 
@@ -165,9 +164,8 @@ class FileEncoder(TextEncoder):
         self.vocab_size = 1 + max(ids)
         self._texts = writes is None
         self._set_reader()
-        os.environ["TOKENIZERS_PARALLELISM"] = (
-            "false"  # processes share the work, and may fork
-        )
+        # processes share the work, and may fork
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
         added = sorted(self._reader.get_added_tokens_decoder().items())
         special = [
             token.content for _, token in added if token.special and token.content

@@ -18,9 +18,8 @@ from .content_sample import SampledFiles
 from .dataset import IGNORE_INDEX, Samples, TokenDataset, Tokens, hash_of
 from .token_stream import TokenStream
 
-ENTROPY_BYTES = (
-    256 * 2**20
-)  # start of the training part, in which token frequencies are counted
+# start of the training part, in which token frequencies are counted
+ENTROPY_BYTES = 256 * 2**20
 CHUNK_TOKENS = 2**22
 
 

@@ -162,9 +162,8 @@ def find_token_ids(folder: Path) -> dict[str, int | list[int]]:
         if (token := tokens.get(name)) is not None and token in ids
     }
     ends = [tokens.get("eos_token")]
-    with suppress(
-        ConfigError, BadRowError
-    ):  # no template, or one that needs other messages
+    # no template, or one that needs other messages
+    with suppress(ConfigError, BadRowError):
         ends.append(open_template(None, str(folder), "tokenizer", "none").turn("x")[1])
     end_ids = list(dict.fromkeys(ids[end] for end in ends if end in ids))
     return token_ids | (

@@ -192,9 +192,8 @@ class AllocationCount:
         if (action := self._marks.get(address)) is not None:
             action()
         elif size > 0:
-            self._end(
-                address
-            )  # a thread that is not recorded freed the block that was here
+            # a thread that is not recorded freed the block that was here
+            self._end(address)
             block = self._live[address] = _Block(size, recorded=True)
             self._changes.append((block, True))
         elif (live := self._live.get(address)) is not None and live.recorded:
@@ -242,9 +241,8 @@ def _live_storages() -> dict[int, torch.UntypedStorage]:
         ):
             continue
         storage = object_.untyped_storage()
-        is_ours = (
-            storage in _with_purpose or storage.resizable()
-        )  # not NumPy's memory, nor a file
+        # not NumPy's memory, nor a file
+        is_ours = storage in _with_purpose or storage.resizable()
         if storage.device.type == "cpu" and storage.nbytes() and is_ours:
             storages[storage.data_ptr()] = storage
     return storages
@@ -278,9 +276,8 @@ def _start_recording() -> Callable[[], None]:
             private._ExperimentalConfig(),
         )
         activities = {private.ProfilerActivity.CPU}
-        scopes = {
-            private.RecordScope.KERNEL_FUNCTION_DTYPE
-        }  # one in which nothing happens
+        # one in which nothing happens
+        scopes = {private.RecordScope.KERNEL_FUNCTION_DTYPE}
         _ = private._ExtraFields_Allocation, autograd._disable_profiler
         with _discarded_stderr() if os.getpid() not in _prepared else nullcontext():
             autograd._prepare_profiler(config, activities)

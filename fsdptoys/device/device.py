@@ -29,9 +29,8 @@ class MemoryStats(NamedTuple):
     allocated_bytes: int
     peak_bytes: int  # Highest allocated since the last ``reset_peak_memory``
     reserved_bytes: int | None  # None on a CPU, whose allocator keeps no free memory
-    at_peak: dict[str, int] | None = (
-        None  # Purpose → bytes at the peak; None on an accelerator
-    )
+    # Purpose → bytes at the peak; None on an accelerator
+    at_peak: dict[str, int] | None = None
     host_bytes: int | None = None
     """Held for offloading in place of a host's memory; None on an accelerator."""
 

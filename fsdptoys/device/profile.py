@@ -81,9 +81,8 @@ class Hardware:
     intra_node_bandwidth: Quantity  # Per device, one direction, within a node
     intra_node_efficiency: Quantity
     intra_node_latency_seconds: Quantity
-    inter_node_bandwidth: (
-        Quantity  # A device's share of the node's network, one direction
-    )
+    # A device's share of the node's network, one direction
+    inter_node_bandwidth: Quantity
     inter_node_efficiency: Quantity
     inter_node_latency_seconds: Quantity
     transfer_bandwidth: Quantity

@@ -345,9 +345,8 @@ def apply_experts(
         rows_RD = rows_RD * weights_R1
     stacks = gate_up_EHD, down_EDF
     if dispatch is None:
-        out_RD = _multiply(
-            grain, rows_RD, *stacks, [routes.counts_EG.tolist()]
-        )  # one device sync
+        # one device sync
+        out_RD = _multiply(grain, rows_RD, *stacks, [routes.counts_EG.tolist()])
     else:
         exchange: Any = dispatch
         multiply_rows = functools.partial(_multiply, grain)

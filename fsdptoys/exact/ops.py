@@ -129,9 +129,8 @@ def exact_ops(plain: Ops, grain: int, dtype: torch.dtype) -> ExactOps:
         return elementwise(plain.swiglu, grain, gate, up)
 
     def rms_norm(hidden: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        if (
-            weight is None
-        ):  # nothing is added over tokens, and every element rounds alike
+        # nothing is added over tokens, and every element rounds alike
+        if weight is None:
             return plain.rms_norm(hidden, None, eps)
         rows_ND = hidden.reshape(-1, hidden.shape[-1])
         rows = rows_per_grain(hidden, grain)

@@ -192,9 +192,8 @@ def _add_products(
         shift = GRADIENTS
         for grad_MO, input_MI in zip(grads, inputs, strict=True):
             product_BI = linear(grad_MO[:, block].t(), input_MI.t())
-            if (
-                blocks.mixes_dtypes
-            ):  # one launch, and 12 bytes an element in place of 28
+            # one launch, and 12 bytes an element in place of 28
+            if blocks.mixes_dtypes:
                 torch.add(product_BI, shifts[shift], out=wide_BI)
             else:
                 wide_BI.copy_(product_BI).add_(shift)

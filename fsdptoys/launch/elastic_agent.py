@@ -134,7 +134,8 @@ def group_runs(group: int) -> bool:
     except (
         ProcessLookupError,
         PermissionError,
-    ):  # PermissionError: macOS, for a dead leader
+    ):
+        # PermissionError: macOS, for a dead leader
         return False
     return True
 

@@ -49,12 +49,10 @@ class FirstFailure:
     final: bool = False
     """Whether a restart is pointless: the workers would fail again or were asked to stop."""
     silent: bool = False  # Whether the rank ended without a recorded exception
-    of_others: bool = (
-        False  # Whether the failure is only a consequence of another rank's end
-    )
-    stopped: bool = (
-        False  # Whether a rank was ended by a stop signal, rather than failing
-    )
+    # Whether the failure is only a consequence of another rank's end
+    of_others: bool = False
+    # Whether a rank was ended by a stop signal, rather than failing
+    stopped: bool = False
     timed_out: bool = False  # Whether the rank waited in vain for others
     hung: tuple[int, ...] = ()
     """If the failed rank timed out on others or lost them: ranks that raised nothing and were ended

@@ -38,9 +38,8 @@ class ForkedProcess:
             become_interpreter(environment)
             # The current directory may hold files that shadow modules imported later.
             shadowing = {""}
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # deleted since the parent started
+            # deleted since the parent started
+            with contextlib.suppress(FileNotFoundError):
                 shadowing.add(os.getcwd())
             sys.path[:] = [folder for folder in sys.path if folder not in shadowing]
             run_module(module, argv)

@@ -74,9 +74,8 @@ class LocalRanks:
         self._lock = threading.Lock()
         self._pids: dict[int, int] = {}  # of this start, by rank
         self._killed: set[int] = set()
-        self._terminated: set[int] = (
-            set()
-        )  # ranks that still ran when the agent ended them
+        # ranks that still ran when the agent ended them
+        self._terminated: set[int] = set()
         self._starts = self._failed_starts = 0
         self._starting = False
         # set while the agent may be waiting for workers to end

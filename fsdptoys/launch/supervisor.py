@@ -122,7 +122,6 @@ def run_workers(
     if workers.left_behind:
         if sys.stdout is not None:
             sys.stdout.flush()
-        os._exit(
-            status
-        )  # leaving the interpreter aborts where a thread is inside the rendezvous
+        # leaving the interpreter aborts where a thread is inside the rendezvous
+        os._exit(status)
     return status

@@ -120,7 +120,8 @@ def run_as_worker(work: Callable[[], None]) -> int:
         except (
             KeyError,
             OSError,
-        ):  # without our launcher or torchrun, or with a full disk
+        ):
+            # without our launcher or torchrun, or with a full disk
             sentence = message if alone else f"fsdptoys: rank {rank} failed:\n{message}"
             print(printable(sentence, sys.stderr), file=sys.stderr)
         sys.stdout.flush()

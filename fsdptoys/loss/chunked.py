@@ -125,9 +125,8 @@ class _ChunkedLoss(torch.autograd.Function):
             )
             chunk_tokens = auto_chunk_tokens(n_valid, weight_VD, sum_bytes)
         if n_valid <= chunk_tokens:
-            sum_dtype = (
-                weight_VD.dtype
-            )  # one matmul, so no sum over chunks: the matmul rounds once
+            # one matmul, so no sum over chunks: the matmul rounds once
+            sum_dtype = weight_VD.dtype
         chunk_tokens = min(chunk_tokens, n_valid)
 
         products = choose_products(hidden_ND, weight_VD)

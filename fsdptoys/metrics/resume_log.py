@@ -204,9 +204,8 @@ def append_resume(path: Path, resume: Resume) -> None:
     # skipkeys: YAML allows keys that JSON does not.
     line = json.dumps(dataclasses.asdict(resume), skipkeys=True)
     before = _read(path)
-    torn = before != b"" and not before.endswith(
-        b"\n"
-    )  # a start was killed while it wrote
+    # a start was killed while it wrote
+    torn = before != b"" and not before.endswith(b"\n")
     with open_regular(path, "a", encoding="utf-8") as file:
         file.write("\n" * torn + line + "\n")
 

@@ -105,9 +105,8 @@ class Writers:
         for writer in list(self._writers):
             try:
                 method(writer)
-            except (
-                Exception
-            ) as error:  # no exception of an optional package may end the training
+            except Exception as error:
+                # no exception of an optional package may end the training
                 self._writers.remove(writer)
                 with suppress(Exception):
                     writer.close()

@@ -190,9 +190,8 @@ def build_optimizer(
         matrix_names: names of the parameters that had two or more dims before sharding.
         block_names: names of the parameters in blocks, not in embedding, head or last norm.
     """
-    kinds = itertools.product(
-        (True, False), repeat=2
-    )  # whether matrices, whether decaying
+    # whether matrices, whether decaying
+    kinds = itertools.product((True, False), repeat=2)
     groups: dict[tuple[bool, ...], list[nn.Parameter]] = {kind: [] for kind in kinds}
     for name, param in named_parameters:
         decays = config.weight_decay_on is WeightDecayOn.all or name in matrix_names

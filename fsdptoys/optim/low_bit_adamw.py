@@ -31,14 +31,14 @@ from fsdptoys.utils.dtensor import is_dtensor, local_tensor
 
 from .matrix_optimizer import MATRICES, Groups, MatrixOptimizer
 
+# name of a state → whether it is signed
 MOMENTS = {
     "exp_avg": True,
     "exp_avg_sq": False,
-}  # name of a state → whether it is signed
+}
 SMALLEST_ELEMENTS = 4096  # smaller parameters keep float32 states, as in torchao
-SMALLEST_BLOCK = (
-    32  # with smaller blocks, scales would take more than an eighth of the savings
-)
+# with smaller blocks, scales would take more than an eighth of the savings
+SMALLEST_BLOCK = 32
 # Of a parameter in one update: bounds its scratch and the sizes to compile for
 ELEMENTS_AT_A_TIME = 2**23
 
@@ -190,9 +190,8 @@ class LowBitAdamW(MatrixOptimizer):
 class TorchaoOptim(NamedTuple):
     """The parts of torchao in use."""
 
-    update: Callable[
-        ..., None
-    ]  # AdamW for one parameter, in operators that the states implement
+    # AdamW for one parameter, in operators that the states implement
+    update: Callable[..., None]
     states: dict[str, Any]  # Format → the class of its tensors
     # Context without the compiler's limit on recompilations
     many_sizes: Callable[[], AbstractContextManager[None]]

@@ -37,11 +37,12 @@ from .config import check_nesterov
 from .matrix_optimizer import MATRICES, Groups, MatrixOptimizer
 
 MOST_NS_STEPS = 99  # the limit of ``torch.optim.Muon``
+# Keller Jordan's ``a``, ``b`` and ``c`` of Newton-Schulz's polynomial
 COEFFICIENTS = (
     3.4445,
     -4.7750,
     2.0315,
-)  # Keller Jordan's ``a``, ``b`` and ``c`` of Newton-Schulz's polynomial
+)
 EPS = 1e-7  # lower bound of the norm that a matrix is divided by: zeros stay zeros
 
 
@@ -153,9 +154,8 @@ class Matrix:
     param: Tensor
     grad: Tensor
     buffer: Tensor
-    dim: (
-        int | None
-    )  # Sharded dim; None where each rank of the group has the matrix in full
+    # Sharded dim; None where each rank of the group has the matrix in full
+    dim: int | None
     # The ranks that share the work; None where this rank works alone
     group: dist.ProcessGroup | None
 

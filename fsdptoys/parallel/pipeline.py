@@ -49,9 +49,8 @@ class PipelineSchedule(Enum):
 
     gpipe = "gpipe"
     """All forwards, then all backwards."""
-    locals()["1f1b"] = (
-        "1f1b"  # a value is typed as its name, and no identifier begins with a digit
-    )
+    # a value is typed as its name, and no identifier begins with a digit
+    locals()["1f1b"] = "1f1b"
     """Forwards and backwards in turn: at most as many micro-batches in flight as stages."""
     interleaved = "interleaved"
     """1f1b over two stages on each rank: waits half as long, twice the transfers."""

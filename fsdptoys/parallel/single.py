@@ -39,9 +39,8 @@ class UnshardedStrategy(Strategy):
         materialize(model, device, param_init)
         init_buffers(model, device, self.config.buffer_dtype.torch)
         self._unwrapped = model
-        if (
-            self.world.deterministic.uses_float64
-        ):  # which the model casts to its dtype itself
+        # The model casts them to its dtype itself.
+        if self.world.deterministic.uses_float64:
             self._leaves = Float64Leaves(model)
             dtype = DType.float32
         self.model = self._wrap(
@@ -72,10 +71,11 @@ class UnshardedStrategy(Strategy):
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The model's own parameters."""
+        # not the slices of a toy's optimizer
         for (
             name,
             param,
-        ) in self._unwrapped.named_parameters():  # not the slices of a toy's optimizer
+        ) in self._unwrapped.named_parameters():
             yield name, unrounded(name, self._parameter(param).detach())
 
     def _add_microbatch(self, param: nn.Parameter, grad: Tensor, is_last: bool) -> None:

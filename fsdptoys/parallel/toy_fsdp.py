@@ -19,9 +19,8 @@ class ToyFSDP(FSDP2):
     def __init__(self, config: FSDPConfig, world: World) -> None:
         super().__init__(config, world)
         self.units_ahead = max(1, config.forward_prefetch)
-        self.gradient_divisor = (
-            world.world_size
-        )  # on every device, with every version of gloo
+        # on every device, with every version of gloo
+        self.gradient_divisor = world.world_size
 
     gather_after = Strategy.gather_after
     """It gathers on the compute stream."""

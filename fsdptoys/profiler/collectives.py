@@ -55,9 +55,8 @@ class Call:
     microbatch: int | None  # Within the step, from 1; None outside forward and backward
     collective: str
     dtype: str
-    size_bytes: (
-        int  # Of the full tensor: an all-gather's output, a reduce-scatter's input
-    )
+    # Of the full tensor: an all-gather's output, a reduce-scatter's input
+    size_bytes: int
     gives_bytes: int  # Input of this rank
     gets_bytes: int  # New data on this rank afterwards
     sends_bytes: float  # Sent by a rank on average, on a ring; by this rank in an uneven all-to-all

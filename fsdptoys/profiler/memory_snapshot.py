@@ -107,9 +107,8 @@ class Snapshot:
         page = self._folder / f"{name}.html"
         interactive = self._folder / f"{name}-interactive.html"
         try:
-            pickled.unlink(
-                missing_ok=True
-            )  # from an earlier start, or a link to elsewhere
+            # from an earlier start, or a link to elsewhere
+            pickled.unlink(missing_ok=True)
             with open_regular(pickled, "xb") as file:
                 pickle.dump(snapshot, file)
             write_atomically(
@@ -122,9 +121,8 @@ class Snapshot:
             write_atomically(
                 interactive, str(torch.cuda._memory_viz.trace_plot(snapshot))
             )
-        except (
-            Exception
-        ) as error:  # must not hide the error of full memory or a full disk
+        except Exception as error:
+            # must not hide the error of full memory or a full disk
             self._message(
                 f"the memory snapshot in {self._folder} is not complete: {error}"
             )

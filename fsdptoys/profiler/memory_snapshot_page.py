@@ -27,11 +27,12 @@ POINTS = 2000  # Points of the timeline
 OUT_OF_MEMORY_LOOK = 6  # A red cross
 HOLDERS = 30  # Stacks in the table of the peak
 LEAST_SHARE = 0.002  # Smallest share of a branch in the tree
+# Action of an event → sign of its size
 SIGNS = {
     "alloc": 1,
     "free_completed": -1,
     "oom": 0,
-}  # Action of an event → sign of its size
+}
 
 Frames = list[dict[str, Any]]
 UNKNOWN = "allocated before the history began"

@@ -17,9 +17,8 @@ LOGITS_BYTES = 12
 class Switches:
     """Memory settings of a run, and the sizes that they act on."""
 
-    shards_parameters: (
-        bool  # Whether the strategy shards parameters over ``mesh.fsdp_size`` ranks
-    )
+    # Whether the strategy shards parameters over ``mesh.fsdp_size`` ranks
+    shards_parameters: bool
     takes_cpu_offload: bool  # Whether the strategy can keep parameters in host memory
     world_size: int
     fsdp_size: int  # Ranks that share one copy of the parameters; 1 without sharding
@@ -29,9 +28,8 @@ class Switches:
     dim: int  # Width of the hidden states
     n_layers: int
     vocab_size: int
-    param_dtype: (
-        str  # dtype of forward and backward: ``float32``, ``bfloat16`` or ``float16``
-    )
+    # dtype of forward and backward: ``float32``, ``bfloat16`` or ``float16``
+    param_dtype: str
     chunk_loss: bool = False
     gradient_checkpointing: str = "none"  # ``none``, ``full`` or ``selective``
     activation_offload: bool = False

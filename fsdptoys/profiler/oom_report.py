@@ -64,13 +64,13 @@ def explain_out_of_memory(
     except (
         RuntimeError,
         MemoryError,
-    ) as error:  # torch.OutOfMemoryError is the first, NumPy's the second
+    ) as error:
+        # torch.OutOfMemoryError is the first, NumPy's the second
         cause = _out_of_memory(error)
         if cause is None or isinstance(error, ExplainedOutOfMemoryError):
             raise
-        if isinstance(
-            cause, ExplainedOutOfMemoryError
-        ):  # of an inner phase, wrapped since
+        # of an inner phase, wrapped since
+        if isinstance(cause, ExplainedOutOfMemoryError):
             raise cause from error
         report = out_of_memory_report(
             read_failure(error, device), context(), device.type

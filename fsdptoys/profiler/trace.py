@@ -72,12 +72,10 @@ class Trace:
         self._profiler: Any = None
         self._is_empty = False
         self._worker_name = f"rank{rank}"
-        self.path: Path | None = (
-            None  # The written trace: a file, or torch_npu's folder
-        )
-        self.traced_steps: tuple[int, int] | None = (
-            None  # First and last step of the written trace
-        )
+        # The written trace: a file, or torch_npu's folder
+        self.path: Path | None = None
+        # First and last step of the written trace
+        self.traced_steps: tuple[int, int] | None = None
         # Operators of the written trace with the largest self time, descending
         self.top_ops: list[TopOp] = []
 
@@ -188,9 +186,8 @@ class Trace:
             return
         path = self._folder / f"{self._worker_name}.json.gz"
         with suppress(OSError):  # reported below
-            path.unlink(
-                missing_ok=True
-            )  # from an earlier start, or a link to elsewhere
+            # from an earlier start, or a link to elsewhere
+            path.unlink(missing_ok=True)
         try:
             profiler.export_chrome_trace(str(path))
         except OSError as error:

@@ -187,10 +187,11 @@ def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings
         "memory.cpu_threads",
         "patches",
     }
+    # set by the deterministic mode and the device
     left_out |= {
         "parallel.reduce_dtype",
         "train.sum_dtype",
-    }  # set by the deterministic mode and the device
+    }
     left_out |= {"memory.cpu_offload"} if device_type == "cpu" else set()
     # Which elements a collective adds together; float64 sums do not depend on it.
     left_out |= {

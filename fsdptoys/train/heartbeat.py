@@ -125,9 +125,8 @@ class HeartbeatWriter:
         self.path = heartbeat_path(folder, rank)
         self._file: int | None = None
         with contextlib.suppress(OSError):
-            if (
-                folder.is_symlink()
-            ):  # a copied run directory could point it at any files
+            # a copied run directory could point it at any files
+            if folder.is_symlink():
                 folder.unlink()
             folder.mkdir(parents=True, exist_ok=True)
             try:

@@ -147,9 +147,8 @@ class TrainedModel:
         elif choice is None and data is not None:
             try:
                 choice = data.find_tokenizer()
-            except (
-                ConfigError
-            ) as error:  # its fix, the second clause, is about training
+            except ConfigError as error:
+                # its fix, the second clause, is about training
                 reason = f" any more ({str(error).partition('; ')[0]})"
         if choice is None:
             raise ConfigError(f"{self.source} has no tokenizer{reason}; write {CHOICE}")

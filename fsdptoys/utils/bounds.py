@@ -20,9 +20,8 @@ MOST_SECONDS = 30 * 24 * 3600
 """Upper bound of a collective's timeout, which timers store as an integer."""
 MOST_RANKS = 10**6  # upper bound of ranks, and of nodes
 MOST_TOKENS = 2**30  # upper bound of the tokens of one sequence
-GUARD = (
-    2**16
-)  # upper bounds from here on only guard against overflow; documentation omits them
+# upper bounds from here on only guard against overflow; documentation omits them
+GUARD = 2**16
 FILE_BYTES = 200  # longest path of a file relative to its run directory, in bytes
 
 

@@ -100,9 +100,8 @@ class Series:
     """Whether it is background of a clearer series, as raw losses behind their running mean."""
     cells: np.ndarray | None = None  # [len(y), len(x)] of a map, relative to 1
     ink: bool = False  # Whether it is drawn as diamonds in the text color
-    window: int = (
-        1  # Number of consecutive points of which two are drawn; see :func:`thin`
-    )
+    # Number of consecutive points of which two are drawn; see :func:`thin`
+    window: int = 1
 
     def __post_init__(self) -> None:
         for name in ("x", "y", "low", "high"):
@@ -152,18 +151,16 @@ class Picture:
 
     name: str  # File name without the suffix
     title: str
-    sentences: Sequence[
-        str
-    ]  # Caption: content, method and omissions; empty ones are skipped
+    # Caption: content, method and omissions; empty ones are skipped
+    sentences: Sequence[str]
     alt: str  # Text alternative for screen readers
     x: Axis
     y: Axis
     series: tuple[Series, ...]
     # Place on the y axis and text of each horizontal line
     rules: tuple[tuple[float, str], ...] = ()
-    bands: tuple[
-        tuple[float, float], ...
-    ] = ()  # Ends of each shaded interval of the x axis
+    # Ends of each shaded interval of the x axis
+    bands: tuple[tuple[float, float], ...] = ()
     bands_text: str = ""  # Legend of the bands
     labels: tuple[Label, ...] = ()
 

@@ -19,9 +19,8 @@ from .regular_file import NotRegularFileError, open_descriptor
 LOCK_FILE = ".lock"  # lock file of a run or sweep, with the process id of its writer
 
 ATTEMPTS = 5
-ATTEMPT_SECONDS = (
-    0.02  # ``FolderLock`` retries, since ``is_locked`` holds the lock for an instant
-)
+# ``FolderLock`` retries, since ``is_locked`` holds the lock for an instant
+ATTEMPT_SECONDS = 0.02
 
 WAIT_SECONDS = 0.2
 
@@ -133,9 +132,8 @@ def lock_file(path: Path) -> int:
             except HeldError:
                 holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
                 raise HeldError(holder or "unknown") from None
-            if _is_at(
-                descriptor, path
-            ):  # else the previous holder has removed this file meanwhile
+            # else the previous holder has removed this file meanwhile
+            if _is_at(descriptor, path):
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
                 stack.pop_all()

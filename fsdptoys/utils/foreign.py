@@ -72,9 +72,8 @@ def parse_json(
         raise ForeignError(f"it is nested more than {max_depth} deep") from None
     except ForeignError:
         raise
-    except (
-        ValueError
-    ) as error:  # from json, the decoder, or int() for thousands of digits
+    except ValueError as error:
+        # from json, the decoder, or int() for thousands of digits
         raise ForeignError(one_line(error)) from None
     return tree
 

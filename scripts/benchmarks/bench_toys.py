@@ -94,8 +94,9 @@ class Training:
         self.strategy.shard(model, seeded(model.row_initializer(), 0))
         params = [param for _, param in self.strategy.named_parameters()]
         if contestant.shards_states:
+            # its import is slow
             from torch.distributed.optim import (
-                ZeroRedundancyOptimizer,  # its import is slow
+                ZeroRedundancyOptimizer,
             )
 
             self.optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(

@@ -330,9 +330,8 @@ def draw_sites(
     files: dict[str, list[str]] = {}
     for path in texts:
         package = str(Path(path).parent)
-        if package in packages or (
-            not packages and package != PRODUCT[0]
-        ):  # that one re-exports
+        # that one re-exports
+        if package in packages or (not packages and package != PRODUCT[0]):
             files.setdefault(package, []).append(path)
     if count < len(files):
         raise ValueError(

@@ -100,9 +100,8 @@ def start(storage: FaultyStorage) -> tuple[list[str], set[str], int | None]:
             else:
                 assert len(messages) > before, "a save failed without a sentence"
                 if storage._storage.exists(f"step-{step:08d}/manifest.json"):
-                    names.append(
-                        f"step-{step:08d}"
-                    )  # it could not be handed to the disk at once
+                    # it could not be handed to the disk at once
+                    names.append(f"step-{step:08d}")
     except ConfigError as error:
         messages.append(str(error))
     return messages, may_go, resumed

@@ -104,9 +104,8 @@ def save_with_little_room(folder: Path, sentences: Path) -> None:
         )
     except ConfigError as error:
         sentences.write_text(f"{sentences.read_text()}\n{error}")
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, before
-    )  # coverage writes its data at exit
+    # coverage writes its data at exit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_full_disk_is_reported_in_one_sentence_and_leaves_no_files(
@@ -164,9 +163,8 @@ def save_and_measure(folder: Path, result: Path) -> None:
         for index in range(24):
             yield f"parameter{index}", torch.full((1024, 1024), float(index))
 
-    save_weights(
-        folder.parent / "first", parameters_until(lambda: None)
-    )  # triggers lazy imports
+    # triggers lazy imports
+    save_weights(folder.parent / "first", parameters_until(lambda: None))
     growth = peak_growth_bytes(
         lambda: save_weights(folder, parameters(), max_file_bytes=2**25)
     )

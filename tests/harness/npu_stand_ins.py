@@ -228,9 +228,8 @@ def _grouped_matmul(
     pieces = [
         slice(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)
     ]
-    if (
-        options["group_type"] == 0
-    ):  # rows are split; the left factor must not be a transposed view
+    # rows are split; the left factor must not be a transposed view
+    if options["group_type"] == 0:
         assert (
             ends[-1] == left.shape[0]
             and left.is_contiguous()

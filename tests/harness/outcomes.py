@@ -24,9 +24,8 @@ def train_all(configs: list[Config]) -> list[Outcome]:
     outcomes = []
     for config in configs:
         trainer = Trainer(config)
-        trainer.memory.enabled = (
-            False  # compared nowhere, and a tenth of the time of short runs
-        )
+        # compared nowhere, and a tenth of the time of short runs
+        trainer.memory.enabled = False
         trainer.train()
         outcomes.append(outcome_of(trainer))
     return outcomes

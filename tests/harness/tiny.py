@@ -54,10 +54,11 @@ Row = TypeVar("Row")
 
 def supported(rows: dict[str, Row]) -> dict[str, Row]:
     """Leave out the rows with a label that names a feature that this torch lacks."""
+    # FSDP2 replicates on a CPU from 2.8 on
     lacks = {
         "int8": torchao_fault() is not None,
         "hsdp2": TORCH < (2, 8),
-    }  # FSDP2 replicates on a CPU from 2.8 on
+    }
     lacks["fsdp2, quantized"] = not FSDP2Config.capabilities.mixed_dtypes
     return {
         label: row

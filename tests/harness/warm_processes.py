@@ -104,7 +104,6 @@ def become_measured_interpreter(
     become_interpreter(environment)
     measured = any(name.startswith("COVERAGE_PROCESS_") for name in os.environ)
     if not measured or os.environ.get("RANK", "0") != "0":
-        sys.settrace(
-            None
-        )  # rank 0 covers the same lines, and coverage slows down its process
+        # rank 0 covers the same lines, and coverage slows down its process
+        sys.settrace(None)
         threading.settrace(None)  # type: ignore[arg-type]

@@ -135,9 +135,8 @@ def test_scout_is_the_default_llama4_of_transformers_except_its_context() -> Non
         "rope_scaling",
         "rope_parameters",
     }
-    our_keys = {
-        "router_aux_loss_coef"
-    }  # which transformers does not use for this family
+    # which transformers does not use for this family
+    our_keys = {"router_aux_loss_coef"}
     assert {
         key: value for key, value in tree.items() if defaults.get(key, value) != value
     }.keys() <= their_keys | our_keys

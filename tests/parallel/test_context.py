@@ -59,9 +59,8 @@ def families() -> dict[str, Row]:
             rows[f"{family} {form.value}"] = Row(
                 parallel, 4, {"cp_size": cp_size}, {"model": model, **options}
             )
-    for form in (
-        FORMS if TORCH >= (2, 8) else ()
-    ):  # with which FSDP2 replicates on a CPU
+    # with which FSDP2 replicates on a CPU
+    for form in FORMS if TORCH >= (2, 8) else ():
         layout = {"cp_size": 2, "fsdp_size": 2}
         rows[f"hsdp2 {form.value}"] = Row(
             FSDP2Config(context=form), 4, layout, {"model": TINY["llama4"], **options}
@@ -187,9 +186,8 @@ def test_strategies_agree_in_every_bit_in_the_deterministic_mode(ranks: int) -> 
     parallels = [
         kind(context=ULYSSES) for kind in kinds if issubclass(kind, ReducingConfig)
     ]
-    assert (
-        len(parallels) == len(STRATEGIES) - 3
-    )  # without one process and the toys of the two axes
+    # without one process and the toys of the two axes
+    assert len(parallels) == len(STRATEGIES) - 3
     configs = [
         make_config(parallel, ranks, cp_size=2, steps=2) for parallel in parallels
     ]

@@ -258,9 +258,8 @@ def train_on_graphs(configs: list[Config]) -> Any:
     """Train without generating machine code; return the number of graphs too."""
     compiling = functools.partial(compile_blocks, backend="aot_eager_decomp_partition")
     with mock.patch.object(prepare, "compile_blocks", compiling):
-        before = counters["stats"][
-            "unique_graphs"
-        ]  # of the process that this one was forked from
+        # of the process that this one was forked from
+        before = counters["stats"]["unique_graphs"]
         return train_all(configs), counters["stats"]["unique_graphs"] - before
 
 

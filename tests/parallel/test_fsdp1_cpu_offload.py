@@ -18,9 +18,8 @@ def train_offloaded(configs: list[Config]) -> list[Outcome]:
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign, assignment]
     torch.cpu.Stream.synchronize = lambda _: None  # type: ignore[attr-defined]
     for config in configs:
-        config.memory.cpu_offload = (
-            True  # after validation, which requires an accelerator
-        )
+        # after validation, which requires an accelerator
+        config.memory.cpu_offload = True
     return train_all(configs)
 
 

@@ -101,9 +101,8 @@ def test_tied_weights_belong_to_the_root() -> None:
     assert set(names_of(FSDP1Config(min_params=1), model)).isdisjoint(
         {"embed_tokens", "lm_head"}
     )
-    linear = names_of(
-        FSDP2Config(wrap_classes=["Linear"]), model
-    )  # LMHead derives from Linear
+    # LMHead derives from Linear
+    linear = names_of(FSDP2Config(wrap_classes=["Linear"]), model)
     assert len(linear) == 7 * 3 and all(name.endswith("_proj") for name in linear)
     with pytest.raises(
         ConfigError,

@@ -213,9 +213,8 @@ def test_fsdp_gathers_units_in_forward_and_backward_and_reduces_them_once(
         == counts["backward", "reduce_scatter"]
         == UNITS + root
     )
-    assert (
-        counts["backward", "all_gather"] == LAYERS + root
-    )  # FSDP1 gathers the embedding again
+    # FSDP1 gathers the embedding again
+    assert counts["backward", "all_gather"] == LAYERS + root
     assert count_names(calls, "all_gather", "forward") == Counter(list(elements))
     assert count_names(calls, "reduce_scatter", "backward") == Counter(list(elements))
     for call in calls:

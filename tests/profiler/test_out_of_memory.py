@@ -342,9 +342,8 @@ def test_shared_storages_are_counted_once_in_full():
     )
     optimizer.step()
     after = live_bytes([first, second, frozen, planned], optimizer)
-    assert (
-        after.states.host_bytes == 2 * 400 + 2 * 4
-    )  # two moments and the number of the step
+    # two moments and the number of the step
+    assert after.states.host_bytes == 2 * 400 + 2 * 4
     assert after.on_host().device_bytes == 440 + 400 + 808
     assert live_bytes([first], None).states == PlacedBytes()
 

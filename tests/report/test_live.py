@@ -210,9 +210,8 @@ def test_rank_that_falls_behind_is_named(run: WrittenRun) -> None:
     assert sentence.startswith(
         "rank 1 is late; its last heartbeat is of step 6 (backward), 60 s ago, pid "
     )
-    ended = {
-        0: dataclasses.replace(signs[0], pid=2**22 + 1)
-    }  # over the highest that Linux gives
+    # over the highest that Linux gives
+    ended = {0: dataclasses.replace(signs[0], pid=2**22 + 1)}
     assert "rank 0 has ended; " in next(iter(followed.late_ranks(ended, now).values()))
 
 

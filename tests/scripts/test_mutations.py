@@ -154,10 +154,11 @@ def test_report_says_which_level_catches_a_line(tmp_path: Path) -> None:
         "--folder",
         str(tmp_path / "found"),
     ]
+    # without jobs nothing can be checked
     for more in (
         [],
         ["--resume", "--jobs", "0"],
-    ):  # without jobs nothing can be checked
+    ):
         report.unlink(missing_ok=True)
         mutations.main([*options, "--report", str(report), *more])
         rows = [

@@ -90,9 +90,8 @@ def freed_on_one_stream(recorded: bool) -> bool:
     if recorded:
         x.record_stream(side)
     del x
-    other = torch.zeros(
-        1000, device="npu"
-    )  # in the same block, unless it is known to be in use
+    # in the same block, unless it is known to be in use
+    other = torch.zeros(1000, device="npu")
     torch.accelerator.current_stream().synchronize()
     side.synchronize()
     return bool((added.cpu() + other.cpu() == 2).all())
@@ -242,9 +241,8 @@ def test_host_waiting_elsewhere_does_not_block_collectives(tmp_path: Path) -> No
         x = torch.ones(3, device="npu")
         dist.broadcast(x, src=0)
         if dist.get_rank() == 1:
-            total = float(
-                x.sum()
-            )  # needs rank 0's part, which its host does not wait for
+            # needs rank 0's part, which its host does not wait for
+            total = float(x.sum())
             marker.touch()
             return total
         wait_until(marker.exists, "the sum on rank 1")

@@ -111,9 +111,8 @@ def count_waits(name: str) -> list[Counter[str]]:
         steps: list[Counter[str]] = []
 
         def on_phase(step: int, phase: str) -> None:
-            if (
-                phase == "data"
-            ):  # the calls of a step are those up to the next one's beginning
+            # the calls of a step are those up to the next one's beginning
+            if phase == "data":
                 callers = [
                     (wait["call"], caller_of(wait["frames"]))
                     for wait in extension.take_waits()

@@ -66,9 +66,8 @@ def test_ids_are_read_from_submitits_folders(tmp_path: Path) -> None:
     array = begin_submission(sweep, SLURM, sweep.jobs[:2])
     single = begin_submission(sweep, SLURM, sweep.jobs[2:])
     for submission, ids in ((array, ["12_0", "12_1"]), (single, ["13"])):
-        (
-            submission.folder / "12"
-        ).mkdir()  # an array's script is in a folder of its own
+        # an array's script is in a folder of its own
+        (submission.folder / "12").mkdir()
         for identity in ids:
             path = JobPaths(submission.folder / "%j", identity).submitted_pickle
             path.parent.mkdir(exist_ok=True)

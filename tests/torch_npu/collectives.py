@@ -26,9 +26,8 @@ def main() -> None:
     dist.reduce_scatter_tensor(part, tensor[:ranks].contiguous())
     uneven = torch.zeros(ranks, device="npu")
     dist.all_to_all_single(uneven, tensor[:ranks].contiguous())
-    large = torch.full(
-        (10_000_000,), float(rank + 1), device="npu"
-    )  # more than the stub's slot
+    # more than the stub's slot
+    large = torch.full((10_000_000,), float(rank + 1), device="npu")
     dist.all_reduce(large)
     try:
         dist.all_reduce(torch.ones(2, dtype=torch.float64, device="npu"))

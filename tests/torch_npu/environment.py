@@ -115,9 +115,8 @@ def build_cann(package: Path) -> None:
     for alias in ALIASES:
         link = package / "lib" / alias
         link.unlink(missing_ok=True)
-        link.symlink_to(
-            LIBRARY
-        )  # copies would be loaded separately, each with its own memory
+        # copies would be loaded separately, each with its own memory
+        link.symlink_to(LIBRARY)
 
 
 def build_kernels(site: Path, package: Path) -> None:
@@ -150,9 +149,8 @@ def build_kernels(site: Path, package: Path) -> None:
     ]
     source = HERE / "kernels/host_kernels.cpp"
     library = site / "_host_kernels.so"
-    if (
-        not library.exists() or library.stat().st_mtime < source.stat().st_mtime
-    ):  # takes half a minute
+    # takes half a minute
+    if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
         run(["g++", *flags, str(source), "-o", str(library), *libraries])
     shutil.copy(HERE / "kernels/host_kernels.py", site)
     facts = site / "host_kernels-0.dist-info"

@@ -21,13 +21,11 @@ from tests.toys.fsdp_models import (
 )
 
 BF16 = {"param_dtype": torch.bfloat16}
-if (
-    TORCH
-    >= (
-        2,
-        15,
-    )
-):  # PyTorch's default is float32 from then on; the toy's is the dtype of the parameters, as before
+# PyTorch's default is float32 from then on; the toy's is the dtype of the parameters, as before
+if TORCH >= (
+    2,
+    15,
+):
     BF16["reduce_dtype"] = torch.bfloat16
 ACCUMULATE = Case(
     before=lambda model, index, count: model.set_requires_gradient_sync(

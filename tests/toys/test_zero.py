@@ -60,9 +60,8 @@ def parameters_after(kind: str, optimizer: str, all_alike: bool) -> dict[str, Te
     torch.manual_seed(0)
     module = Blocks(all_alike)
     if kind == "zero1":
-        module.skipped.requires_grad_(
-            False
-        )  # as DDP, it needs a gradient of every parameter
+        # as DDP, it needs a gradient of every parameter
+        module.skipped.requires_grad_(False)
     model, params, attach = make(kind, module)
     if kind == "ddp":
         model = Native(module, find_unused_parameters=True)

@@ -305,9 +305,8 @@ def test_float16_losses_are_closer_to_float32_than_bfloat16s(
         "memory": memory,
     }
     options["deterministic"] = False
-    options["optim"] = SGDConfig(
-        lr=1.0
-    )  # Adam turns rounding of small gradients into full updates
+    # Adam turns rounding of small gradients into full updates
+    options["optim"] = SGDConfig(lr=1.0)
     configs = [
         make_config(SingleConfig(param_dtype=dtype), 1, **options)
         for dtype in (DType.float32, DType.bfloat16)

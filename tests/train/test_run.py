@@ -61,9 +61,8 @@ FILES = {
 def run_in(folder: Path, configs: dict[str, Config]) -> dict[str, list[str]]:
     """Train each configuration; return the files in the run directory that this rank sees at the
     end."""
-    text_sample.UNREADABLE = (
-        1.0  # a model of three steps writes bytes, which are compared
-    )
+    # a model of three steps writes bytes, which are compared
+    text_sample.UNREADABLE = 1.0
     results = {}
     for name, config in configs.items():
         config.metrics.run_dir = str(folder / name)

@@ -188,9 +188,8 @@ def test_counts_cost_at_most_their_share(monkeypatch: pytest.MonkeyPatch) -> Non
                 counted.append(step)
             memory.end_step(step, 0.1)
         if step in counted:
-            memory.cost_seconds = (
-                20 * 0.1 * COST
-            )  # that of a count, as if it had taken as long
+            # that of a count, as if it had taken as long
+            memory.cost_seconds = 20 * 0.1 * COST
     assert counted == [1, 2, 23, 44]
     with memory.around(60, lambda step: False):
         assert memory._count is None
@@ -337,9 +336,8 @@ def test_saving_and_loading_do_not_change_the_counted_memory(
     step."""
     ((ends, peaks),) = run_ranks(1, train_and_save, str(tmp_path / "plain"), False, 6)
     (saving,) = run_ranks(1, train_and_save, str(tmp_path / "run"), background, 1)
-    about = functools.partial(
-        pytest.approx, rel=1e-3
-    )  # the saving thread takes a few bytes
+    # the saving thread takes a few bytes
+    about = functools.partial(pytest.approx, rel=1e-3)
     assert saving == (about(ends), about(peaks))
     for step in (4, 5, 6):
         shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step:08d}")

@@ -31,9 +31,8 @@ ANSWER_SECONDS = 60.0
 """Timeout of the proof that the listener is a store of ours; a busy machine may take long."""
 RETRY_SECONDS = 0.1  # between attempts to connect to a node that does not listen yet
 RESOLVE_SECONDS = 4.5  # timeout of resolving the endpoint's name
-CONNECT_TIMEOUT = timedelta(
-    seconds=60
-)  # of connecting to the store, and of each answer
+# of connecting to the store, and of each answer
+CONNECT_TIMEOUT = timedelta(seconds=60)
 
 
 class RendezvousEndpoint:

@@ -42,9 +42,8 @@ from fsdptoys.utils.regular_file import open_regular
 from fsdptoys.utils.text import one_line, printable
 
 KEY = "fsdptoys.rendezvous"
-NOTHING = (
-    "nothing"  # placeholder before the first state, since reading a missing key blocks
-)
+# placeholder before the first state, since reading a missing key blocks
+NOTHING = "nothing"
 MOST_BYTES = 2**20  # of a message; a thousand nodes take 200 KB
 LAST_SECOND = 2.0**32
 """Upper bound of times; dates beyond Python's range would raise an OverflowError."""

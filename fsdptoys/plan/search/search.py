@@ -214,9 +214,8 @@ class _Exploration:
                 hopeless.append(changes)
             else:
                 self._grow_batch(changes, 1)
-        for changes in (
-            hopeless if not self.fitting else ()
-        ):  # which name the smallest memory
+        # Hopeless ones still name the smallest memory.
+        for changes in hopeless if not self.fitting else ():
             self._grow_batch(changes, 1)
         for _ in range(ROUNDS):
             by_speed = sorted(
