@@ -15,16 +15,26 @@ from .gpt2 import GPT2Config
 from .huggingface import HuggingFaceFormat, Piece, whole
 from .llama import LlamaConfig
 from .llama4 import Llama4Config
+from .mistral import MistralConfig
 from .moe import Router, routers
 from .moe_config import MoEConfig
 from .ops import Ops, choose_ops, use_ops
+from .qwen2 import Qwen2Config
 from .qwen3 import Qwen3Config
 from .qwen3_moe import Qwen3MoEConfig
 from .rotary import RotaryConfig
 
 MODELS: dict[str, type[ModelConfig]] = {
     config.family: config
-    for config in (LlamaConfig, Llama4Config, Qwen3Config, Qwen3MoEConfig, GPT2Config)
+    for config in (
+        LlamaConfig,
+        Llama4Config,
+        MistralConfig,
+        Qwen2Config,
+        Qwen3Config,
+        Qwen3MoEConfig,
+        GPT2Config,
+    )
 }
 """Name of a family → configuration class."""
 
@@ -38,11 +48,13 @@ __all__ = [
     "KeyValueCache",
     "Llama4Config",
     "LlamaConfig",
+    "MistralConfig",
     "MoEConfig",
     "ModelConfig",
     "Ops",
     "ParameterCounts",
     "Piece",
+    "Qwen2Config",
     "Qwen3Config",
     "Qwen3MoEConfig",
     "RotaryConfig",

@@ -122,11 +122,11 @@ class LayerNorm(Layer, nn.LayerNorm):
 class SwiGLU(Layer):
     """Gated feed-forward: ``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202)."""
 
-    def __init__(self, dim: int, ffn_dim: int) -> None:
+    def __init__(self, dim: int, ffn_dim: int, bias: bool = False) -> None:
         super().__init__()
-        self.gate_proj = Linear(dim, ffn_dim, bias=False, split=Split.columns)
-        self.up_proj = Linear(dim, ffn_dim, bias=False, split=Split.columns)
-        self.down_proj = Linear(ffn_dim, dim, bias=False, split=Split.rows)
+        self.gate_proj = Linear(dim, ffn_dim, bias, split=Split.columns)
+        self.up_proj = Linear(dim, ffn_dim, bias, split=Split.columns)
+        self.down_proj = Linear(ffn_dim, dim, bias, split=Split.rows)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Apply to the last dim; any leading shape."""

@@ -1,10 +1,8 @@
-"""Families with rotary positions: settings, frequencies with Llama 3's scaling, and the base of
-their models.
+"""Families with rotary positions: settings, and the base of their models.
 
-Source: arXiv:2104.09864; the scaling is arXiv:2407.21783's, published as ``llama3``. Not covered:
-other scalings.
+Source: arXiv:2104.09864; ``rope_scaling`` has the frequencies.
 
-Shapes: D width, K width of a head.
+Shapes: K width of a head.
 """
 
 import math
@@ -15,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checks import (
-    MOST_CHANNELS,
-    MOST_HIDDEN,
-    MOST_TOKENS,
-    above,
-    at_least,
-    check_bounds,
-)
+from .checks import MOST_CHANNELS, MOST_HIDDEN, above, at_least
 from .config import ModelConfig
 from .decoder import DecoderModel
 from .huggingface import HuggingFaceFormat
 from .layers import Block, RMSNorm, SwiGLU
+from .rope_scaling import (
+    RopeKind,
+    RopeScaling,
+    read_scaling,
+    rope_inv_freq,
+    write_scaling,
+)
 from .self_attention import Attention
 
 ROTARY_KEYS = {
@@ -53,30 +51,6 @@ ROTARY_NAMES = {
 """Part of our parameters' names → part of theirs."""
 
 ROTARY_DEFAULTS = {"head_dim": None, "tie_embeddings": False, "init_std": 0.02}
-
-
-@dataclass
-class RopeScaling:
-    """Llama 3's stretching of rotary frequencies to a longer context (arXiv:2407.21783, published
-    as ``llama3``)."""
-
-    factor: float = field(default=1.0, metadata=at_least(1, 1e30))
-    """Stretch of the low frequencies' wavelengths; 1 switches scaling off."""
-    low_freq_factor: float = field(default=1.0, metadata=above(0, 1e30))
-    """Wavelengths above ``original_max_seq_len / low_freq_factor`` are stretched in full."""
-    high_freq_factor: float = field(default=4.0, metadata=above(0, 1e30))
-    """Wavelengths below ``original_max_seq_len / high_freq_factor`` stay as they are."""
-    original_max_seq_len: int = field(default=8192, metadata=at_least(1, MOST_TOKENS))
-    """Context length of the pre-training, in tokens."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "rope_scaling.")
-        if self.low_freq_factor > self.high_freq_factor:
-            raise ValueError(
-                f"model.rope_scaling.high_freq_factor={self.high_freq_factor} must be at least "
-                f"model.rope_scaling.low_freq_factor={self.low_freq_factor}; "
-                f"set model.rope_scaling.high_freq_factor={4 * self.low_freq_factor}"
-            )
 
 
 @dataclass
@@ -113,6 +87,11 @@ class RotaryConfig(ModelConfig):
                 f"model.n_kv_heads={self.n_kv_heads} must divide model.n_heads={self.n_heads}; "
                 f"set model.n_kv_heads={math.gcd(self.n_heads, self.n_kv_heads)}"
             )
+        if self.rope_scaling.kind is RopeKind.yarn and self.rope_theta <= 1:
+            raise ValueError(
+                f"model.rope_theta={self.rope_theta} must be above 1 with "
+                "model.rope_scaling.kind=yarn; set model.rope_theta=10000"
+            )
 
     def implied(self) -> dict[str, int]:
         """The width of a head."""
@@ -124,9 +103,10 @@ class RotaryConfig(ModelConfig):
         return False
 
     def is_cosmetic(self, key: str) -> bool:
-        """Also settings of a disabled scaling."""
-        if key.startswith("rope_scaling.") and key != "rope_scaling.factor":
-            return self.rope_scaling.factor == 1
+        """Also settings of a disabled scaling, or of another kind."""
+        section, _, setting = key.partition(".")
+        if section == "rope_scaling":
+            return not self.rope_scaling.uses(setting)
         return super().is_cosmetic(key)
 
     @property
@@ -145,31 +125,6 @@ class RotaryConfig(ModelConfig):
     def build(self) -> "RotaryModel":
         """Construct the model."""
         return RotaryModel(self)
-
-
-def rope_inv_freq(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
-    """Rotary frequencies in radians a token, float32, shape (K/2,), with Llama 3's scaling
-    applied."""
-    inv_freq = 1.0 / theta ** (
-        torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    )
-    if scaling.factor == 1:
-        return inv_freq
-    wavelength = 2 * math.pi / inv_freq
-    longest = scaling.original_max_seq_len / scaling.low_freq_factor
-    shortest = scaling.original_max_seq_len / scaling.high_freq_factor
-    scaled = torch.where(wavelength > longest, inv_freq / scaling.factor, inv_freq)
-    if longest == shortest:
-        return scaled
-    unscaled_share = (
-        scaling.original_max_seq_len / wavelength - scaling.low_freq_factor
-    ) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    between = (
-        1 - unscaled_share
-    ) * inv_freq / scaling.factor + unscaled_share * inv_freq
-    return torch.where(
-        (wavelength <= longest) & (wavelength >= shortest), between, scaled
-    )
 
 
 class RotaryModel(DecoderModel):
@@ -193,7 +148,9 @@ class RotaryModel(DecoderModel):
 
     def rotations(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines at these positions."""
-        return self.ops.rope_tables(self.inv_freq, positions_T)
+        cos, sin = self.ops.rope_tables(self.inv_freq, positions_T)
+        factor = self.config.rope_scaling.table_factor
+        return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
     def init_buffers(self, device: torch.device) -> None:
         """Compute the rotary frequencies on the CPU and move them to ``device``."""
@@ -202,14 +159,6 @@ class RotaryModel(DecoderModel):
         self.inv_freq = rope_inv_freq(
             config.head_width, config.rope_theta, config.rope_scaling
         ).to(device)
-
-
-_SCALING_KEYS = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_seq_len": "original_max_position_embeddings",
-}
 
 
 @dataclass(frozen=True)
@@ -222,19 +171,14 @@ class RotaryFormat(HuggingFaceFormat):
     write_only: Mapping[str, Any] = field(
         default_factory=lambda: {"attention_dropout": 0.0}
     )
+    defaults: Mapping[str, Any] = field(default_factory=ROTARY_DEFAULTS.copy)
     default_theta: float = 10000.0
     """Base of the frequencies if ``config.json`` has none."""
 
     def write_config(self, config: Any) -> dict[str, Any]:
         """``config.json`` with the rotary settings in both spellings."""
         assert isinstance(config, RotaryConfig)
-        scaling: dict[str, Any] | None = None
-        if config.rope_scaling.factor != 1:
-            values = {
-                key: getattr(config.rope_scaling, name)
-                for name, key in _SCALING_KEYS.items()
-            }
-            scaling = {"rope_type": "llama3", **values}
+        scaling = write_scaling(config.rope_scaling)
         parameters = (scaling or {"rope_type": "default"}) | {
             "rope_theta": config.rope_theta
         }
@@ -249,21 +193,18 @@ class RotaryFormat(HuggingFaceFormat):
         """Fields of our configuration, from either spelling."""
         fields = super().read_config(tree)
         rotary = dict(tree.get("rope_parameters") or tree.get("rope_scaling") or {})
-        kind = rotary.get("rope_type", rotary.get("type", "default"))
-        if kind not in ("default", "llama3"):
-            raise ValueError(
-                f"config.json says rope_type={kind!r}, which {self.model_type} models here do "
-                "not compute (only 'default' and 'llama3')"
-            )
+        # transformers reads these outside of the section too.
+        for key in ("original_max_position_embeddings", "partial_rotary_factor"):
+            if tree.get(key) is not None:
+                rotary[key] = tree[key]
+        scaling = read_scaling(rotary, fields["max_seq_len"], self.model_type)
         theta = rotary.get("rope_theta", tree.get("rope_theta", self.default_theta))
-        scaling = {}
-        if kind == "llama3":
-            missing = [key for key in _SCALING_KEYS.values() if key not in rotary]
-            if missing:
-                raise ValueError(
-                    f"config.json lacks {missing[0]} in its rotary scaling"
-                )
-            scaling = {name: rotary[key] for name, key in _SCALING_KEYS.items()}
+        layers = tree.get("layer_types")
+        if isinstance(layers, list) and "sliding_attention" in layers:
+            raise ValueError(
+                "config.json says layer_types with sliding_attention, which "
+                f"{self.model_type} models here do not compute"
+            )
         if (
             fields["head_dim"] is not None
             and fields["head_dim"] * fields["n_heads"] == fields["dim"]
@@ -273,5 +214,5 @@ class RotaryFormat(HuggingFaceFormat):
         return fields | {
             "n_kv_heads": n_kv_heads,
             "rope_theta": theta,
-            "rope_scaling": RopeScaling(**scaling),
+            "rope_scaling": scaling,
         }

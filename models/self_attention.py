@@ -45,6 +45,7 @@ class Attention(Layer):
         n_kv_heads: key and value heads; divides ``n_heads``.
         head_dim: width of a head.
         bias: whether the projections have biases.
+        output_bias: whether the output has one; None for ``bias``.
         qk_norm_eps: normalize queries and keys of each head, with weights, before the rotation
             (Qwen3).
         rotation: pairs of a head that rotary positions turn; None for no rotation.
@@ -66,6 +67,7 @@ class Attention(Layer):
         head_dim: int,
         *,
         bias: bool = False,
+        output_bias: bool | None = None,
         qk_norm_eps: float | None = None,
         rotation: Pairs | None = Pairs.halves,
         rotated_norm_eps: float | None = None,
@@ -83,7 +85,12 @@ class Attention(Layer):
         self.q_proj = Linear(dim, n_heads * head_dim, bias, split=Split.columns)
         self.k_proj = Linear(dim, n_kv_heads * head_dim, bias, split=Split.columns)
         self.v_proj = Linear(dim, n_kv_heads * head_dim, bias, split=Split.columns)
-        self.o_proj = Linear(n_heads * head_dim, dim, bias, split=Split.rows)
+        self.o_proj = Linear(
+            n_heads * head_dim,
+            dim,
+            bias if output_bias is None else output_bias,
+            split=Split.rows,
+        )
         self.q_norm = (
             nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
         )

@@ -30,6 +30,7 @@ from fsdptoys.models import (
     ModelConfig,
     Piece,
 )
+from fsdptoys.models.rope_scaling import RopeKind
 from fsdptoys.utils.dtensor import local_bounds, local_tensor
 from fsdptoys.utils.sealed_folder import new_folder
 from fsdptoys.utils.text import one_line, short_text
@@ -65,6 +66,11 @@ ROTARY_NUMBERS = {
         ("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), float
     ),
     "original_max_position_embeddings": int,
+    **dict.fromkeys(
+        ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+        float | None,
+    ),
+    "truncate": bool,
 }
 """Supported rotary settings → their types."""
 
@@ -140,11 +146,11 @@ class HuggingFaceFolder:
         except ValueError as error:
             reason = one_line(error)
             if reason.startswith(CONFIG_FILE):
-                fix = (
-                    AGAIN
-                    if reason.startswith(f"{CONFIG_FILE} lacks")
-                    else "use weights of another model"
-                )
+                fix = "use weights of another model"
+                if reason.startswith(f"{CONFIG_FILE} lacks"):
+                    fix = AGAIN
+                elif "quantization_config" not in reason:
+                    fix = f"train it with model=transformers model.path={self.path}, or {fix}"
                 raise ConfigError(
                     f"{path}{reason.removeprefix(CONFIG_FILE)}; {fix}"
                 ) from error
@@ -356,7 +362,7 @@ def _check_rotary_numbers(tree: Mapping[str, Any], path: Path) -> None:
             )
         if section.get("rope_type", section.get("type", "default")) in (
             "default",
-            "llama3",
+            *(kind.value for kind in RopeKind),
         ):
             for name, kind in ROTARY_NUMBERS.items():
                 if name in section:

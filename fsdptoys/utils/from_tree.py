@@ -55,7 +55,8 @@ def build(
         names: fields' names in messages, if others.
         skip_unknown: ignore unknown keys, which a later version may have added, instead of raising
             an error.
-        complete: require fields with defaults, too.
+        complete: require fields with defaults, too, except those with the metadata ``later``, which
+            files of earlier versions lack.
 
     Raises:
         ForeignError: if ``tree`` is no mapping, lacks a required field, or has an unknown key or a
@@ -83,7 +84,7 @@ def build(
                 bounds_of(field),
                 _Options(skip_unknown, complete),
             )
-        elif complete or (
+        elif (complete and not field.metadata.get("later")) or (
             field.default is dataclasses.MISSING
             and field.default_factory is dataclasses.MISSING
         ):

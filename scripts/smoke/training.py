@@ -191,6 +191,8 @@ def check_documents(report: Report, device: str) -> None:
 FAMILIES = [
     "llama_debug",
     "gpt2_debug",
+    "mistral_debug",
+    "qwen2_debug",
     "qwen3_debug",
     "qwen3_moe_debug",
     "llama4_debug",

@@ -15,7 +15,7 @@ from torch import Tensor
 from fsdptoys.checkpoint.sharded_io import save_tensors
 from fsdptoys.checkpoint.storage import open_storage
 from fsdptoys.models import GPT2Config, LlamaConfig, ModelConfig
-from fsdptoys.models.rotary import RopeScaling
+from fsdptoys.models.rope_scaling import RopeScaling
 from tests.harness.folders import build, write
 
 SIZES: dict[str, int] = {

@@ -34,6 +34,7 @@ from tests.checkpoint.damages import (
     make_folder,
     update,
 )
+from tests.harness.families import SMALL
 from tests.harness.folders import build_empty
 
 LLAMA4 = Llama4Config(
@@ -55,7 +56,13 @@ def edit_below(file: str, above: str, **values: Any) -> Damage:
 AGAIN = "download or write the folder again"
 
 
-FAMILIES: dict[str, ModelConfig] = {"llama": CONFIG, "llama4": LLAMA4, "gpt2": GPT2}
+FAMILIES: dict[str, ModelConfig] = {
+    "llama": CONFIG,
+    "llama4": LLAMA4,
+    "gpt2": GPT2,
+    "mistral": SMALL["mistral"],
+    "qwen2": SMALL["qwen2"],
+}
 
 
 def refusal(folder: Path, config: ModelConfig = CONFIG) -> str:

@@ -18,7 +18,7 @@ from fsdptoys.cli.convert import training_words
 from fsdptoys.cli.main import main
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import GPT2Config, LlamaConfig, ModelConfig
-from fsdptoys.models.rotary import RopeScaling
+from fsdptoys.models.rope_scaling import RopeScaling
 from tests.checkpoint.damages import (
     CONFIG,
     GPT2,

@@ -54,6 +54,20 @@ def test_saved_weights_round_trip_bitwise(
             assert torch.equal(weights.read(name, whole(tuple(param.shape))), param)
 
 
+def test_runs_of_versions_without_later_settings_are_read(tmp_path: Path) -> None:
+    """Oracle: the configuration; ``config.yaml`` of the first version lacks these keys."""
+    later = ("kind", "beta_fast", "beta_slow", "attention_factor", "truncate")
+    save_run(tmp_path / "run", CONFIG)
+    file = tmp_path / "run" / "config.yaml"
+    tree = yaml.safe_load(file.read_text())
+    for key in later:
+        del tree["model"]["rope_scaling"][key]
+    for key in ("attention_bias", "mlp_bias"):
+        del tree["model"][key]
+    file.write_text(yaml.safe_dump(tree))
+    assert RunWeights(tmp_path / "run").config == CONFIG
+
+
 def parameters_until(end: Callable[[], object]) -> Iterator[tuple[str, Tensor]]:
     """Parameters for several files, then a call of ``end``."""
     for index in range(8):

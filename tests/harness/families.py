@@ -7,11 +7,13 @@ from fsdptoys.models import (
     GPT2Config,
     Llama4Config,
     LlamaConfig,
+    MistralConfig,
     ModelConfig,
+    Qwen2Config,
     Qwen3Config,
     Qwen3MoEConfig,
 )
-from fsdptoys.models.rotary import RopeScaling
+from fsdptoys.models.rope_scaling import RopeKind, RopeScaling
 
 SIZES: dict[str, Any] = {"dim": 64, "n_layers": 2, "vocab_size": 96, "max_seq_len": 128}
 ROTARY = {**SIZES, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 112}
@@ -28,6 +30,34 @@ SMALL: dict[str, ModelConfig] = {
             high_freq_factor=4.0,
             original_max_seq_len=32,
         ),
+        tie_embeddings=True,
+    ),
+    "llama with biases and yarn": LlamaConfig(
+        **ROTARY,
+        rope_scaling=RopeScaling(
+            factor=4.0,
+            original_max_seq_len=32,
+            kind=RopeKind.yarn,
+            attention_factor=1.3,
+        ),
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+    "mistral": MistralConfig(
+        **ROTARY,
+        head_dim=32,
+        rope_scaling=RopeScaling(
+            factor=8.0,
+            original_max_seq_len=64,
+            kind=RopeKind.yarn,
+            beta_fast=8.0,
+            beta_slow=0.5,
+            truncate=False,
+        ),
+    ),
+    "qwen2": Qwen2Config(
+        **ROTARY,
+        rope_scaling=RopeScaling(factor=4.0, kind=RopeKind.linear),
         tie_embeddings=True,
     ),
     "llama4": Llama4Config(

@@ -26,10 +26,13 @@ from fsdptoys.models import (
     GPT2Config,
     Llama4Config,
     LlamaConfig,
+    MistralConfig,
     ModelConfig,
+    Qwen2Config,
     Qwen3Config,
     Qwen3MoEConfig,
 )
+from fsdptoys.models.rope_scaling import RopeKind, RopeScaling
 from fsdptoys.optim import AdamWConfig, OptimConfig, WeightDecayOn
 from fsdptoys.parallel import FSDP2Config, ParallelConfig
 from fsdptoys.parallel.fsdp import TORCH, Wrap
@@ -84,6 +87,14 @@ def tiny_model(tie_embeddings: bool = False) -> LlamaConfig:
 
 
 TINY: dict[str, ModelConfig] = {
+    "mistral": MistralConfig(
+        **HEADS,
+        n_layers=2,
+        rope_scaling=RopeScaling(
+            factor=4.0, original_max_seq_len=12, kind=RopeKind.yarn
+        ),
+    ),
+    "qwen2": Qwen2Config(**SIZES, n_layers=2, tie_embeddings=True),
     "qwen3": Qwen3Config(**HEADS, n_layers=2),
     # Two or four ranks do not divide the experts: their stacks are sharded along another dim.
     "qwen3_moe": Qwen3MoEConfig(

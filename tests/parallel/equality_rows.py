@@ -276,6 +276,8 @@ SHORT = {
     "qwen3_moe ddp",
     "llama4 fsdp2 cpu offload",
     "llama4 fsdp1 by class",
+    "qwen2 fsdp2 parts",
+    "mistral ddp",
     "gpt2 fsdp2 parts",
     "gpt2 fsdp1 flat",
     "gpt2 toy_fsdp by size",

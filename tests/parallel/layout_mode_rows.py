@@ -28,7 +28,7 @@ from tests.harness.tiny import (
     tiny_model,
     with_sizes,
 )
-from tests.parallel.split_models import FEATURES, SELECTIVE, SMOOTH, STAGES
+from tests.parallel.split_models import BIASED, FEATURES, SELECTIVE, SMOOTH, STAGES
 
 BATCH = 4
 """Sequences of a global batch."""
@@ -41,6 +41,8 @@ MODELS: dict[str, ModelConfig] = {
     # Chunks of two grains, so that ranks with parts of sequences have whole grains of them.
     "llama4": with_sizes(TINY["llama4"], **EXPERTS, attention_chunk_len=12),
     "gpt2": TINY["gpt2"],
+    "qwen2": TINY["qwen2"],
+    "mistral": TINY["mistral"],
 }
 
 LAST = PipelineSchedule("zero_bubble" if TORCH >= ZERO_BUBBLE_SINCE else "interleaved")
@@ -202,6 +204,12 @@ def layouts() -> dict[str, Row]:
         "tp on 2": layout_row(
             2, FEATURES["llama4"], bfloat16, fsdp2, tp | whole, slices | smooth
         ),
+        "biases": layout_row(4, BIASED, float32, gathered, tp | cp, slices),
+        "biases, fsdp1": layout_row(2, MODELS["qwen2"], bfloat16, FSDP1Config(), {}),
+        "scaled rotations": layout_row(
+            2, MODELS["mistral"], float32, ulysses, cp | whole
+        ),
+        "pp of biases": layout_row(2, STAGES["qwen2"], float32, interleaved, pp),
         "pp on 2": layout_row(2, STAGES["qwen3"], float32, interleaved, pp),
         "pp": layout_row(4, STAGES["llama"], float32, one_f_one_b, pp, slices),
         "pp tp": layout_row(4, STAGES["llama"], float32, last, pp | tp, slices),
@@ -274,6 +282,7 @@ SHORT = {
     "ep on 2",
     "tp on 2",
     "pp on 2",
+    "biases, fsdp1",
     "llama4, full",
     "gpt2 1 x 4",
     "qwen3_moe 2 x 2 of 2 ranks",

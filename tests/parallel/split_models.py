@@ -1,5 +1,6 @@
 """Models with features, experts and layers that ranks divide, and settings of their runs."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -17,12 +18,17 @@ FEATURES: dict[str, ModelConfig] = {
     "gpt2": with_sizes(TINY["gpt2"], **{**EVEN, "ffn_dim": None}),
 }
 """Models whose features two ranks divide."""
+BIASED = dataclasses.replace(
+    with_sizes(tiny_model(), **EVEN), attention_bias=True, mlp_bias=True
+)
+"""A Llama with all biases."""
 STAGES: dict[str, ModelConfig] = {
     "llama": with_sizes(tiny_model(), n_layers=4, **EVEN),
     "qwen3": with_sizes(TINY["qwen3"], n_layers=4),
     "qwen3_moe": with_sizes(TINY["qwen3_moe"], n_layers=4, **SPLIT),
     "llama4": FEATURES["llama4"],
     "gpt2": with_sizes(TINY["gpt2"], n_layers=5, tie_embeddings=False),
+    "qwen2": with_sizes(TINY["qwen2"], n_layers=4, tie_embeddings=False, **SPLIT),
 }
 """Models with layers for two stages and more."""
 needs_sums = pytest.mark.skipif(

@@ -37,12 +37,22 @@ from tests.parallel.numeric_outcomes import (
     initial_hashes,
     train_all,
 )
-from tests.parallel.split_models import FEATURES, SELECTIVE, SMOOTH, STAGES, needs_sums
+from tests.parallel.split_models import (
+    BIASED,
+    FEATURES,
+    SELECTIVE,
+    SMOOTH,
+    STAGES,
+    needs_sums,
+)
 
 MODELS: dict[str, Any] = {
     "llama": with_sizes(tiny_model(), **EVEN),
     "llama tied": with_sizes(tiny_model(tie_embeddings=True), **EVEN),
     "qwen3": with_sizes(TINY["qwen3"], **EVEN),
+    "biased": BIASED,
+    "qwen2": with_sizes(TINY["qwen2"], **EVEN),
+    "mistral": with_sizes(TINY["mistral"], **EVEN),
     **FEATURES,
 }
 GATHERED = FSDP2Config(context=ContextForm.gathered)
@@ -89,9 +99,13 @@ ROWS = supported(
         "rings, units of parts": row("qwen3", {"cp_size": 2}, RING),
         "states on the host": row("llama", {"memory": OVERLAPPED}),
         "hsdp2": row("qwen3_moe", {"fsdp_size": 2}),
+        "biases of all layers": row("biased", {"cp_size": 2}),
+        "biases, tied": row("qwen2", {"memory": SELECTIVE}, **SMOOTH),
+        "scaled rotations": row("mistral", {"cp_size": 2}, RING),
     }
 )
 SHORT = {"tied", "biases and positions", "exchanged heads", "states on the host"}
+SHORT |= {"biases of all layers"}
 
 
 def without_zeros(outcome: Outcome) -> Outcome:

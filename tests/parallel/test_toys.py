@@ -30,7 +30,10 @@ from tests.harness.tiny import FAMILIES, make_config, tiny_model
 
 MODELS = {
     "tied": tiny_model(tie_embeddings=True),
-    **{name: FAMILIES[name] for name in ("llama", "gpt2", "qwen3_moe")},
+    **{
+        name: FAMILIES[name]
+        for name in ("llama", "mistral", "qwen2", "gpt2", "qwen3_moe")
+    },
 }
 CHECKPOINTED = MemoryConfig(
     gradient_checkpointing=GradientCheckpointing.full, checkpointing_start_index=1
