@@ -10,6 +10,7 @@ from fsdptoys.checkpoint import CheckpointConfig, model_config_of
 from fsdptoys.data import DATASETS, DataConfig
 from fsdptoys.data.synthetic import SyntheticConfig
 from fsdptoys.errors import ConfigError
+from fsdptoys.loss import LOSSES
 from fsdptoys.optim import OPTIMIZERS
 from fsdptoys.parallel import STRATEGIES
 from fsdptoys.tune import TUNINGS
@@ -77,6 +78,9 @@ def read_config(tree: dict[str, Any], where: str) -> Config:
         "parallel": _build_named(STRATEGIES, tree, "parallel", where),
         "optim": _build_named(OPTIMIZERS, tree, "optim", where),
         "tune": _build_named(TUNINGS, {"tune": {"name": "full"}} | tree, "tune", where),
+        "loss": _build_named(
+            LOSSES, {"loss": {"name": "cross_entropy"}} | tree, "loss", where
+        ),
         "data": SyntheticConfig(),
         "checkpoint": CheckpointConfig(),
         "plan": PlanConfig(),  # of the planner that ran then, which may have had other settings

@@ -13,6 +13,8 @@ from fsdptoys.checkpoint import CheckpointConfig, open_init_from
 from fsdptoys.data import DATASETS, DataConfig
 from fsdptoys.device import DEVICE_TYPES, float64_collectives
 from fsdptoys.errors import ConfigError
+from fsdptoys.loss import LOSSES, LossConfig
+from fsdptoys.loss.probe import check_own_loss
 from fsdptoys.memory import MemoryConfig, OffloadSchedule
 from fsdptoys.metrics import MetricsConfig
 from fsdptoys.models import MODELS, ModelConfig
@@ -102,6 +104,7 @@ class Config(Sections):
         )
         check_experts(self.model, where.axes)
         check_rules(RULES, self, where)
+        check_own_loss(self.loss, self.model.vocab_size)
         self.data.check_documents()
         self.data.validate(self.train.seq_len, self.model.vocab_size)
         self.check_evaluation()
@@ -191,6 +194,10 @@ class Config(Sections):
         }
 
 
+NAMED = (ParallelConfig, DataConfig, OptimConfig, TuneConfig, LossConfig)
+"""Sections that a word after ``GROUP=`` chooses, whose ``name`` says which."""
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
@@ -199,7 +206,7 @@ def _plain(value: Any) -> Any:
         # preset.
         kind = (
             {"name": value.name}
-            if isinstance(value, (ParallelConfig, DataConfig, OptimConfig, TuneConfig))
+            if isinstance(value, NAMED)
             else {}
         )
         kind |= {"family": value.family} if isinstance(value, ModelConfig) else {}
@@ -220,6 +227,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "data": dict(DATASETS),
     "optim": dict(OPTIMIZERS),
     "tune": dict(TUNINGS),
+    "loss": dict(LOSSES),
     "checkpoint": {"default": CheckpointConfig},
     "metrics": {"default": MetricsConfig},
 }

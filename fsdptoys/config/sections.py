@@ -5,6 +5,7 @@ from typing import Any
 
 from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.data import DataConfig
+from fsdptoys.loss import CrossEntropyConfig, LossConfig
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.metrics import MetricsConfig
 from fsdptoys.models import ModelConfig
@@ -40,6 +41,7 @@ class Sections:
     launch: LaunchConfig
     plan: PlanConfig
     kernels: KernelConfig = field(default_factory=KernelConfig)
+    loss: LossConfig = field(default_factory=CrossEntropyConfig)
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     patches: Any = "auto"
     """PyTorch patches to apply, [NAME,...]; auto for those that its version and the strategy need,

@@ -3,7 +3,9 @@ scalar.
 
 ``build_loss`` chooses between two implementations. The plain one makes all N·V logits and leaves
 gradients to autograd; the chunked one (``chunked``) makes the logits of a few rows at a time, and
-their gradients with them.
+their gradients with them. A user's loss (``own``) has both forms too.
+
+``LOSSES`` is the registry of configurations (``config``).
 """
 
 import functools
@@ -16,10 +18,15 @@ from torch import Tensor
 from fsdptoys.models.linear import linear
 
 from .chunked import chunked_loss_sum
+from .config import CrossEntropyConfig, LossConfig
 from .grains import grain_loss_sum
 from .objective import IGNORE_INDEX, Objective
+from .own import OwnLoss, own_loss_sum
 from .slices import SliceSettings, slices_loss_sum
 from .vocabulary import Vocabulary, vocabulary_loss_sum
+
+LOSSES: dict[str, type[LossConfig]] = {CrossEntropyConfig.name: CrossEntropyConfig}
+"""The word after ``loss=`` → configuration class."""
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``loss_fn(hidden_ND, weight_VD, labels_N)``: the loss summed over valid labels, a float32
@@ -35,6 +42,7 @@ def build_loss(
     vocabulary: Vocabulary | None = None,
     slices: int = 1,
     dtype: torch.dtype = torch.float32,
+    own: OwnLoss | None = None,
 ) -> LossFn:
     """Choose the loss function.
 
@@ -50,7 +58,15 @@ def build_loss(
             each has all.
         slices: with ``grain`` and ``vocabulary``: of this rank's classes.
         dtype: with ``slices``: of the computation, as hidden states come in float64.
+        own: a user's loss in place of the objective, of which it takes ``gradient_scale`` only;
+            excludes ``grain`` and ``vocabulary``.
     """
+    if own is not None:
+        assert grain is None and vocabulary is None
+        if own.takes_hidden_states:
+            return own.sum_over_head
+        if not chunk_loss:
+            return functools.partial(own_loss_sum, own=own)
     if grain is not None and vocabulary is not None:
         return functools.partial(
             slices_loss_sum,
@@ -72,6 +88,7 @@ def build_loss(
             chunk_tokens=chunk_tokens,
             grad_dtype=grad_dtype,
             vocabulary=vocabulary,
+            own=own,
         )
     if vocabulary is not None:
         return functools.partial(
@@ -112,3 +129,16 @@ def logits_loss_sum(
         labels_N == IGNORE_INDEX, 0.0, logits_NV.logsumexp(dim=-1).square()
     )
     return loss + objective.z_loss_coef * squares_N.sum()
+
+
+__all__ = [
+    "LOSSES",
+    "CrossEntropyConfig",
+    "LossConfig",
+    "LossFn",
+    "OwnLoss",
+    "Vocabulary",
+    "build_loss",
+    "cross_entropy_sum",
+    "logits_loss_sum",
+]

@@ -17,6 +17,8 @@ chunks and 1.9 times for 32. A single chunk needs no sum.
   accelerator, where their number is not known in time, they take part in the matmuls, but not in
   the softmax; their gradients are zero.
 - It runs inside the head's forward: FSDP has gathered the weight there.
+- A user's loss (``own``) takes the place of the cross entropy; autograd differentiates it chunk by
+  chunk.
 - Ranks may split the classes (``vocabulary``); a chunk's softmax then takes a float32 copy of its
   logits.
 
@@ -34,6 +36,7 @@ from torch import Tensor
 
 from .head_products import choose_products
 from .objective import IGNORE_INDEX, Objective
+from .own import OwnLoss, own_gradient_
 from .softmax import softmax_gradient_
 from .vocabulary import Vocabulary, shard_gradient_
 
@@ -49,6 +52,7 @@ def chunked_loss_sum(
     chunk_tokens: int | None = None,
     grad_dtype: torch.dtype = torch.float32,
     vocabulary: Vocabulary | None = None,
+    own: OwnLoss | None = None,
 ) -> Tensor:
     """The objective summed over valid labels, as a float32 scalar; for the settings see
     ``build_loss``.
@@ -68,6 +72,7 @@ def chunked_loss_sum(
         chunk_tokens,
         grad_dtype,
         vocabulary,
+        own,
         *wants,
     )
 
@@ -107,6 +112,7 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk_tokens: int | None,
         grad_dtype: torch.dtype,
         vocabulary: Vocabulary | None,
+        own: OwnLoss | None,
         wants_hidden: bool,
         wants_weight: bool,
     ) -> Tensor:
@@ -151,7 +157,17 @@ class _ChunkedLoss(torch.autograd.Function):
             products.logits(hidden_CD, weight_VD, logits_CV)
             losses_C = losses[start : start + len(labels_C)]
             gradient = wants_hidden or wants_weight
-            if vocabulary is None:
+            if own is not None:
+                losses_C.copy_(
+                    own_gradient_(
+                        logits_CV,
+                        labels_C,
+                        own,
+                        objective.gradient_scale,
+                        gradient=gradient,
+                    )
+                )
+            elif vocabulary is None:
                 some_ignored = not _leaves_out_rows(labels_N)
                 softmax_gradient_(
                     logits_CV,
@@ -211,6 +227,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return (
             hidden_gradient_ND,
             weight_gradient_VD,
+            None,
             None,
             None,
             None,

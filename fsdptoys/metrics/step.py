@@ -148,6 +148,8 @@ class StepMetrics:
     others."""
     memory_counted_step: int | None = None
     """The step in which a CPU's memory was last counted."""
+    eval_own_loss: float | None = None
+    """A user's loss on the held-out part, per token; missing in lines of runs without one."""
 
     def to_json(self) -> str:
         """One line of strict JSON; non-finite values become null and are listed under
@@ -180,8 +182,9 @@ class StepMetrics:
             for metric in dataclasses.fields(self)
         }
         routing = values.pop("routing")
-        if values["loss_scale"] is None:
-            del values["loss_scale"]
+        for name in ("loss_scale", "eval_own_loss"):
+            if values[name] is None:
+                del values[name]
         if routing is not None:
             values |= {
                 key: getattr(routing, name) for name, key in ROUTING_KEYS.items()

@@ -27,6 +27,7 @@ PSEUDO = {
     "model.name": Declared(Effect.none),
     "model.router_aux_loss_coef": Declared(Effect.training, Stage.gradient),
     "model.router_z_loss_coef": Declared(Effect.training, Stage.gradient),
+    "loss.name": Declared(Effect.training),
     "optim.name": Declared(Effect.training, Stage.update),
 }
 """What no section declares: keys of ``config.yaml`` that are no options, and the model's, of which

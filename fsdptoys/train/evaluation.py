@@ -3,7 +3,7 @@
 Shapes: B sequences of a micro-batch, T tokens of each.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -41,23 +41,35 @@ def sum_losses(
     return loss_sum, valid
 
 
-def held_out_loss(
-    strategy: Strategy, loss_fn: LossFn, batches: Iterable[tuple[Tensor, Tensor]]
-) -> float:
-    """Mean loss over all ranks' batches, in nats per token. A collective.
+def held_out_losses(
+    strategy: Strategy,
+    loss_fns: Sequence[LossFn],
+    batches: Iterable[tuple[Tensor, Tensor]],
+) -> list[float]:
+    """Mean losses over all ranks' batches, in nats per token. A collective.
 
     Args:
         strategy: of the model.
-        loss_fn: sums the loss over valid labels.
+        loss_fns: each sums a loss over valid labels; one forward computes all of them.
         batches: (tokens_BT, labels_BT) of this rank; every rank needs the same number.
     """
     zero = strategy.world.zero()
     model = strategy.full_model
     model.eval()
-    loss_sum, valid = sum_losses(model, loss_fn, batches, zero.device, zero)
-    dist.all_reduce(loss_sum)
-    dist.all_reduce(valid)
+    first, *others = loss_fns
+    more = [zero.clone() for _ in others]
+
+    def loss_fn(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
+        for loss_sum, other in zip(more, others, strict=True):
+            loss_sum += other(hidden_ND, weight_VD, labels_N).to(zero.device)
+        return first(hidden_ND, weight_VD, labels_N)
+
+    first_sum, valid = sum_losses(model, loss_fn, batches, zero.device, zero)
+    sums = [first_sum, *more]
+    for total in (*sums, valid):
+        dist.all_reduce(total)
     model.train()
     # Ranks that share a sequence compute the loss of their part, and count all of its labels.
     axes = strategy.mesh_axes
-    return loss_sum.item() / max(1.0, valid.item() / (axes.pp * axes.sharing))
+    count = max(1.0, valid.item() / (axes.pp * axes.sharing))
+    return [total.item() / count for total in sums]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fsdptoys.config.schema import Config
-from fsdptoys.loss import LossFn, Vocabulary, build_loss
+from fsdptoys.loss import LossFn, OwnLoss, Vocabulary, build_loss
 from fsdptoys.loss.objective import Objective
 from fsdptoys.optim.loss_scale import LossScaler, nearest_power_of_two
 from fsdptoys.parallel import Strategy
@@ -64,7 +64,11 @@ class GradientScale:
         self._objective = Objective(
             config.train.label_smoothing, config.train.z_loss_coef
         )
-        self._build_loss = _loss_builder(config, strategy)
+        self._build_plain_loss = _loss_builder(config, strategy)
+        own = OwnLoss.of(config.loss)
+        self._build_loss = functools.partial(self._build_plain_loss, own=own)
+        self.has_own_loss = own is not None
+        """Whether a user's loss takes the place of the cross entropy."""
         self.loss_fn = self._build_loss(objective=self._objective)
         """Sums the loss over valid labels, unless a loss scale changes from step to step."""
 
@@ -75,7 +79,7 @@ class GradientScale:
 
     def plain_loss(self) -> LossFn:
         """Return the loss of evaluations: the cross entropy, summed over valid labels."""
-        return self._build_loss()
+        return self._build_plain_loss()
 
     def of(self, inputs: StepInputs, tokens: int) -> StepScale:
         """Return the factors of a step.
@@ -103,7 +107,8 @@ class GradientScale:
 
 
 def _loss_builder(config: Config, strategy: Strategy) -> Callable[..., LossFn]:
-    """Return ``build_loss`` with the settings of a run, except for the objective."""
+    """Return ``build_loss`` with the settings of a run, except for the objective or a user's
+    loss."""
     memory = config.memory
     group = strategy.tensor_group
     return functools.partial(

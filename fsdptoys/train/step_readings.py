@@ -98,6 +98,7 @@ class StepStats:
     """Fields of ``StepMetrics`` that follow from the loss and the earlier steps; empty before
     ``resolve``."""
     eval_loss: float | None = None
+    eval_own_loss: float | None = None
 
 
 class StepReadings:
@@ -353,5 +354,6 @@ class StepReadings:
             grad_norm=stats.sums["grad_norm"].item(),
             routing=routing,
             eval_loss=stats.eval_loss,
+            eval_own_loss=stats.eval_own_loss,
             **values,
         )

@@ -27,7 +27,7 @@ from fsdptoys.profiler import Profiler, explain_out_of_memory
 
 from .build import build_stepper, build_world
 from .distributed import deterministic_kernels
-from .evaluation import held_out_loss
+from .evaluation import held_out_losses
 from .forward_backward import forward_backward
 from .garbage import collection_between_steps
 from .gradient_scale import GradientScale
@@ -198,19 +198,22 @@ class Trainer:
                 self.compilation.record_pass("training", step)
             last_read = self.readings.read_after(step)
             if evaluates_after(self.config.train, step, self.stopping.stop):
-                self.readings.newest.eval_loss = self.evaluate(step)
+                newest = self.readings.newest
+                newest.eval_loss, newest.eval_own_loss = self.evaluate(step)
         return last_read
 
-    def evaluate(self, step: int) -> float:
-        """Mean loss over the first batches of the held-out split, in nats per token. A
-        collective."""
+    def evaluate(self, step: int) -> tuple[float, float | None]:
+        """Mean cross entropy over the first batches of the held-out split, in nats per token, and
+        that of a user's loss; None without one. A collective."""
         self._enter(step, "evaluation")
         self.stepper.finish()
-        loss_fn = self.scale.plain_loss()
-        loss = held_out_loss(self.strategy, loss_fn, self.data.eval_batches())
+        loss_fns = [self.scale.plain_loss()]
+        if self.scale.has_own_loss:
+            loss_fns.append(self.scale.loss_fn)
+        losses = held_out_losses(self.strategy, loss_fns, self.data.eval_batches())
         if self.compilation:
             self.compilation.record_pass("evaluation", step)
-        return loss
+        return losses[0], losses[1] if self.scale.has_own_loss else None
 
     def state_dict(self) -> dict[str, Any]:
         """Progress of the run as JSON values; with the strategy's tensors, all that a resume

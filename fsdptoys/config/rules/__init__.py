@@ -3,6 +3,7 @@
 from .axes import AXES
 from .kernels import KERNELS
 from .layout_mode import LAYOUT_MODE
+from .loss import LOSS
 from .memory import MEMORY
 from .numbers import NUMBERS
 from .optimizer import OPTIMIZER
@@ -24,6 +25,7 @@ RULES = [
         AXES,
         PIPELINE,
         LAYOUT_MODE,
+        LOSS,
         MEMORY,
         CONTINUATION,
     )
