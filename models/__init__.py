@@ -5,6 +5,10 @@ new family is one file here, its presets in ``configs/model``, and one entry bel
 (``docs/models.md``).
 """
 
+from collections.abc import Mapping
+
+from fsdptoys.register import registry
+
 from . import npu_kernels
 from .cache import KeyValueCache
 from .config import ModelConfig
@@ -24,19 +28,20 @@ from .qwen3 import Qwen3Config
 from .qwen3_moe import Qwen3MoEConfig
 from .rotary import RotaryConfig
 
-MODELS: dict[str, type[ModelConfig]] = {
-    config.family: config
-    for config in (
-        LlamaConfig,
-        Llama4Config,
-        MistralConfig,
-        Qwen2Config,
-        Qwen3Config,
-        Qwen3MoEConfig,
-        GPT2Config,
-    )
-}
-"""Name of a family → configuration class."""
+MODELS: Mapping[str, type[ModelConfig]] = registry(
+    "model",
+    {
+        config.family: config
+        for config in (
+            LlamaConfig,
+            Llama4Config,
+            Qwen3Config,
+            Qwen3MoEConfig,
+            GPT2Config,
+        )
+    },
+)
+"""Name of a family → configuration class, also those that own code registers."""
 
 __all__ = [
     "MODELS",

@@ -2,17 +2,17 @@
 searches, pages."""
 
 import dataclasses
-import functools
 import typing
 from collections.abc import Mapping
 from typing import Any
 
+from fsdptoys.register import live_cache
 from fsdptoys.utils.options import Declared, declared_of, default_of, is_on
 
 from .schema import SCHEMAS, Config
 
 
-@functools.cache
+@live_cache
 def option_fields() -> dict[str, "dataclasses.Field[Any]"]:
     """Return key → field of every option of a section, whatever is chosen; ``models/`` declares
     those of models."""
@@ -26,10 +26,14 @@ def option_fields() -> dict[str, "dataclasses.Field[Any]"]:
     }
 
 
-@functools.cache
+@live_cache
 def declared_options() -> dict[str, Declared]:
     """Return key → declaration."""
-    return {key: field.metadata["option"] for key, field in option_fields().items()}
+    return {
+        key: declared
+        for key, field in option_fields().items()
+        if (declared := declared_of(field)) is not None
+    }
 
 
 def option_defaults() -> dict[str, Any]:

@@ -3,6 +3,7 @@ without Hydra."""
 
 import dataclasses
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -219,19 +220,20 @@ def _plain(value: Any) -> Any:
     return value
 
 
-SCHEMAS: dict[str, dict[str, type]] = {
-    "model": dict(MODELS),
-    "parallel": dict(STRATEGIES),
+SCHEMAS: dict[str, Mapping[str, type]] = {
+    "model": MODELS,
+    "parallel": STRATEGIES,
     "mesh": {"full": MeshConfig},
     "memory": {"none": MemoryConfig},
-    "data": dict(DATASETS),
-    "optim": dict(OPTIMIZERS),
+    "data": DATASETS,
+    "optim": OPTIMIZERS,
     "tune": dict(TUNINGS),
     "loss": dict(LOSSES),
     "checkpoint": {"default": CheckpointConfig},
     "metrics": {"default": MetricsConfig},
 }
-"""Group → name of the ``base_<name>`` schema → dataclass."""
+"""Group → name of the ``base_<name>`` schema → dataclass; live where own code registers
+classes."""
 
 ROOT_OPTIONS = {
     field.name: Option(Any, field.default)

@@ -4,6 +4,10 @@
 ``configs/optim``, and one entry below.
 """
 
+from collections.abc import Mapping
+
+from fsdptoys.register import registry
+
 from .adamw import AdamWConfig, OptimStateDType
 from .config import (
     Implementation,
@@ -15,10 +19,10 @@ from .config import (
 from .muon import MatmulDType, MuonConfig, UpdateScale
 from .sgd import SGDConfig
 
-OPTIMIZERS: dict[str, type[OptimConfig]] = {
-    config.name: config for config in (AdamWConfig, SGDConfig, MuonConfig)
-}
-"""The word after ``optim=`` → configuration class."""
+OPTIMIZERS: Mapping[str, type[OptimConfig]] = registry(
+    "optim", {config.name: config for config in (AdamWConfig, SGDConfig, MuonConfig)}
+)
+"""The word after ``optim=`` → configuration class, also those that own code registers."""
 
 __all__ = [
     "OPTIMIZERS",

@@ -4,6 +4,10 @@
 and its config's name below.
 """
 
+from collections.abc import Mapping
+
+from fsdptoys.register import registry
+
 from .config import ParallelConfig
 from .ddp import DDPConfig
 from .fsdp import FSDPConfig
@@ -19,23 +23,26 @@ from .toy_ep import ToyEPConfig
 from .toy_fsdp import ToyFSDPConfig
 from .toy_zero3 import ToyZero3Config
 
-STRATEGIES: dict[str, type[ParallelConfig]] = {
-    config.name: config
-    for config in (
-        SingleConfig,
-        DDPConfig,
-        FSDP1Config,
-        FSDP2Config,
-        ToyCPConfig,
-        ToyDDPConfig,
-        ToyEPConfig,
-        ToyFSDPConfig,
-        ToyZero1Config,
-        ToyZero2Config,
-        ToyZero3Config,
-    )
-}
-"""The word after ``parallel=`` → configuration class."""
+STRATEGIES: Mapping[str, type[ParallelConfig]] = registry(
+    "parallel",
+    {
+        config.name: config
+        for config in (
+            SingleConfig,
+            DDPConfig,
+            FSDP1Config,
+            FSDP2Config,
+            ToyCPConfig,
+            ToyDDPConfig,
+            ToyEPConfig,
+            ToyFSDPConfig,
+            ToyZero1Config,
+            ToyZero2Config,
+            ToyZero3Config,
+        )
+    },
+)
+"""The word after ``parallel=`` → configuration class, also those that own code registers."""
 
 __all__ = [
     "STRATEGIES",

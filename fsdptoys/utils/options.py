@@ -16,6 +16,7 @@ from enum import Enum, IntEnum
 from typing import Any, NamedTuple
 
 from fsdptoys.errors import UnusedKeyError
+from fsdptoys.register import OWN
 
 from .bounds import Bounds, check_bounds
 from .text import value_text
@@ -90,8 +91,10 @@ def option(
 
 
 def declared_of(field: "dataclasses.Field[Any]") -> Declared | None:
-    """Return the declaration of an option; None for other fields."""
-    return field.metadata.get("option")
+    """Return the declaration of an option, for plain fields of own code that of a setting that may
+    change losses; None for other fields."""
+    own = Declared(Effect.training) if OWN in field.metadata else None
+    return field.metadata.get("option", own)
 
 
 def check_declared(section: Any) -> None:
