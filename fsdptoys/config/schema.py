@@ -205,11 +205,7 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         # In sections with several dataclasses, ``name`` says which one; a model's ``name`` is its
         # preset.
-        kind = (
-            {"name": value.name}
-            if isinstance(value, NAMED)
-            else {}
-        )
+        kind = {"name": value.name} if isinstance(value, NAMED) else {}
         kind |= {"family": value.family} if isinstance(value, ModelConfig) else {}
         return kind | {
             field.name: _plain(getattr(value, field.name))
@@ -228,7 +224,7 @@ SCHEMAS: dict[str, Mapping[str, type]] = {
     "data": DATASETS,
     "optim": OPTIMIZERS,
     "tune": dict(TUNINGS),
-    "loss": dict(LOSSES),
+    "loss": LOSSES,
     "checkpoint": {"default": CheckpointConfig},
     "metrics": {"default": MetricsConfig},
 }

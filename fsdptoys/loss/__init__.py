@@ -9,13 +9,14 @@ their gradients with them. A user's loss (``own``) has both forms too.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fsdptoys.models.linear import linear
+from fsdptoys.register import registry
 
 from .chunked import chunked_loss_sum
 from .config import CrossEntropyConfig, LossConfig
@@ -25,8 +26,10 @@ from .own import OwnLoss, own_loss_sum
 from .slices import SliceSettings, slices_loss_sum
 from .vocabulary import Vocabulary, vocabulary_loss_sum
 
-LOSSES: dict[str, type[LossConfig]] = {CrossEntropyConfig.name: CrossEntropyConfig}
-"""The word after ``loss=`` → configuration class."""
+LOSSES: Mapping[str, type[LossConfig]] = registry(
+    "loss", {CrossEntropyConfig.name: CrossEntropyConfig}
+)
+"""The word after ``loss=`` → configuration class, also those that own code registers."""
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``loss_fn(hidden_ND, weight_VD, labels_N)``: the loss summed over valid labels, a float32

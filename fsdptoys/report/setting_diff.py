@@ -123,7 +123,8 @@ def own_key(key: str) -> str:
     """Setting of a command-line key: a group, such as ``model``, stands for its ``name``."""
     return (
         f"{key}.name"
-        if "." not in key and f"{key}.name" in (*HEADINGS, "data.name", "optim.name")
+        if "." not in key
+        and f"{key}.name" in (*HEADINGS, "data.name", "optim.name", "loss.name")
         else key
     )
 

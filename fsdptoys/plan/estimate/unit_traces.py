@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import AttentionKind
-from fsdptoys.loss import build_loss
+from fsdptoys.loss import OwnLoss, build_loss
 from fsdptoys.loss.objective import Objective
 from fsdptoys.loss.vocabulary import Vocabulary
 from fsdptoys.memory import GradientCheckpointing, checkpoint_blocks
@@ -100,7 +100,10 @@ def segments_of(
     loss = (memory.chunk_loss, chunks, memory.chunk_grad_dtype.torch, objective)
     tables = tuple(sorted(name for name in units if name.startswith("embed")))
     embedding = _embedding(key, tables, inputs, Uncached(model))
-    return [embedding, *blocks, _head(key, inputs, loss, Uncached(model))]
+    own = OwnLoss.of(config.loss)
+    head_key = f"{key}{id(type(config.loss))}{config.loss}"
+    head = _head(head_key, inputs, loss, Uncached(own), Uncached(model))
+    return [embedding, *blocks, head]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -200,6 +203,7 @@ def _head(
     key: str,
     inputs: UnitInputs,
     loss: tuple[bool, int | None, torch.dtype, Objective],
+    own: Uncached[OwnLoss | None],
     source: Uncached[DecoderModel],
 ) -> Segment:
     group = (
@@ -209,7 +213,7 @@ def _head(
     )
     vocabulary = Vocabulary(group) if group is not None else None
     model = source.value
-    loss_fn = build_loss(*loss, vocabulary=vocabulary)
+    loss_fn = build_loss(*loss, vocabulary=vocabulary, own=own.value)
     both = nn.ModuleDict(
         {
             name: copy.deepcopy(model.get_submodule(name)).to(inputs.dtype)
