@@ -135,7 +135,8 @@ def _check_places(config: Config) -> None:
     from fsdptoys.train.resume import check_resume
 
     restarted = restart_count() > 0
-    check_run_dir(config.metrics, resumes=config.checkpoint.resumes or restarted)
+    resumes = config.checkpoint.resumes or restarted
+    check_run_dir(config.metrics, resumes, config.writers)
     check_resume(config, restarted)
 
 

@@ -23,7 +23,7 @@ Source of the form: the per-token losses of ``torch.nn.functional`` with ``reduc
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor

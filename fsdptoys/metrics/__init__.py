@@ -16,21 +16,27 @@ from .loss_spikes import SpikeDetector
 from .prediction import prediction_line
 from .preflight import check_run_dir
 from .recorder import RunRecorder
+from .registry import WRITERS
 from .resume_log import ResumePoint
 from .run_directory import RunDirectory, lock_run_dir, new_run_dir
 from .run_environment import environment
 from .step import StepMetrics, measure_memory, step_rates
+from .writer import RunStart, Writer, WriterConfig
 
 __all__ = [
     "COLLECTIVES_FILE",
     "PROFILE_FOLDER",
+    "WRITERS",
     "Console",
     "MetricsConfig",
     "ResumePoint",
     "RunDirectory",
     "RunRecorder",
+    "RunStart",
     "SpikeDetector",
     "StepMetrics",
+    "Writer",
+    "WriterConfig",
     "check_run_dir",
     "environment",
     "lock_run_dir",

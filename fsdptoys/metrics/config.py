@@ -6,7 +6,9 @@ from enum import Enum
 from pathlib import Path
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.register import registered
 from fsdptoys.utils.bounds import MOST_STEPS, at_least
+from fsdptoys.utils.named_items import check_names
 from fsdptoys.utils.options import Effect, check_options, option
 
 RUNS_FOLDER = Path("runs")
@@ -15,6 +17,7 @@ RUNS_FOLDER = Path("runs")
 CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"
 METRICS_FILE = "metrics.jsonl"
+CSV_FILE = "metrics.csv"
 ROUTING_FILE = "routing.jsonl"
 RESUMES_FILE = "resumes.jsonl"
 LOSS_FILE = "loss.png"
@@ -26,9 +29,12 @@ PROFILE_FOLDER = "profile"
 COLLECTIVES_FILE = "collectives.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_FOLDER = "wandb"
+MLFLOW_FOLDER = "mlflow"
+TRACKIO_FOLDER = "trackio"
 
 RUN_FILES = {
     METRICS_FILE: "metrics of each step, one JSON object per line",
+    CSV_FILE: "metrics of each step, one row per line",
     ROUTING_FILE: "tokens per MoE layer and expert, one JSON object per recorded step",
     CONFIG_FILE: "all settings of the run",
     ENVIRONMENT_FILE: "versions, hardware and command line",
@@ -44,16 +50,27 @@ RUN_FILES = {
     WANDB_FOLDER: (
         "files of Weights & Biases; `wandb sync` with an `offline-run-…` folder uploads that run"
     ),
+    MLFLOW_FOLDER: (
+        "run id of MLflow, and the run itself unless a server has it (`mlflow ui` with "
+        "`--backend-store-uri` and this folder)"
+    ),
+    TRACKIO_FOLDER: "database of Trackio (`TRACKIO_DIR=… trackio show` with this folder)",
     RESULT_FILE: "all numbers of this page as JSON",
     SUMMARY_FILE: "this page",
 }
 """File or folder of a run directory → its content, as listed in ``summary.md``."""
 
-RUN_FOLDERS = (PROFILE_FOLDER, TENSORBOARD_FOLDER, WANDB_FOLDER)
+RUN_FOLDERS = (
+    PROFILE_FOLDER,
+    TENSORBOARD_FOLDER,
+    WANDB_FOLDER,
+    MLFLOW_FOLDER,
+    TRACKIO_FOLDER,
+)
 """Folders in ``RUN_FILES``, or links to one; the other entries are regular files."""
 
-WRITERS = (TENSORBOARD_FOLDER, WANDB_FOLDER)
-"""Names of the optional writers; each is also the name of a folder and of a package."""
+BUILT_IN_WRITERS = ("tensorboard", "wandb", "csv", "mlflow", "trackio")
+"""Names of the optional writers; ``registry`` has their classes."""
 
 
 class WandbMode(Enum):
@@ -111,7 +128,8 @@ class MetricsConfig:
     never."""
 
     writers: list[str] = option([], effect=Effect.none)
-    """Additional destinations of every step: [tensorboard], [wandb] or both."""
+    """Additional destinations of every step: tensorboard, wandb, csv, mlflow, trackio, or
+    registered ones, whose options are ``writers.NAME.KEY``."""
     wandb_project: str | None = option(
         None, effect=Effect.none, needs="metrics.writers=wandb"
     )
@@ -129,18 +147,8 @@ class MetricsConfig:
         """Check each value; ConfigError for one out of range, or a wandb setting without the wandb
         writer."""
         check_options("metrics", self)
-        for name in self.writers:
-            if name not in WRITERS:
-                raise ConfigError(
-                    f"metrics.writers names {name}, which is none of {', '.join(WRITERS)}; "
-                    f"set metrics.writers=[{','.join(WRITERS)}] or fewer of them"
-                )
-        if len(set(self.writers)) < len(self.writers):
-            once = ",".join(dict.fromkeys(self.writers))
-            raise ConfigError(
-                f"metrics.writers=[{','.join(self.writers)}] names one twice; set "
-                f"metrics.writers=[{once}]"
-            )
+        known = (*BUILT_IN_WRITERS, *registered("writers"))
+        check_names("metrics.writers", self.writers, known)
         for key in ("wandb_project", "wandb_entity", "wandb_mode"):
             value = getattr(self, key)
             if isinstance(value, str) and not value.strip():

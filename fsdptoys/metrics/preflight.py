@@ -1,11 +1,7 @@
-"""Checks before a run starts: a usable run directory, and packages and credentials of the
-writers."""
+"""Checks before a run starts: a usable run directory, and writers that can start."""
 
-import configparser
-import importlib.util
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from fsdptoys.errors import ConfigError
@@ -18,20 +14,11 @@ from .config import (
     RUN_FILES,
     RUN_FOLDERS,
     RUNS_FOLDER,
-    WANDB_FOLDER,
     MetricsConfig,
-    WandbMode,
     run_dir_path,
 )
-
-WANDB_MODES = {
-    "online": "online",
-    "run": "online",
-    "offline": "offline",
-    "dryrun": "offline",
-    "disabled": "disabled",
-}
-"""Values of WANDB_MODE → value of ``WandbMode``."""
+from .registry import check_writers
+from .writer import WriterConfig
 
 OWN_FOLDERS = ("heartbeats", "flight_recorder", "weights")
 """Folders that must not be symbolic links, unlike those of checkpoints and profiles, since a run
@@ -39,10 +26,12 @@ writes files with fixed names into them."""
 
 REMOVE_IT = "remove it, or set metrics.run_dir to another folder"
 
-WANDB_URL = "https://api.wandb.ai"
 
-
-def check_run_dir(config: MetricsConfig, resumes: bool = False) -> None:
+def check_run_dir(
+    config: MetricsConfig,
+    resumes: bool = False,
+    options: Mapping[str, WriterConfig] = {},
+) -> None:
     """Check that the run directory can be created or written, without creating it, and check the
     writers.
 
@@ -50,7 +39,7 @@ def check_run_dir(config: MetricsConfig, resumes: bool = False) -> None:
     unless the run ``resumes``, files that a run would overwrite; or if a writer's package or
     credentials are missing.
     """
-    check_writers(config, os.environ)
+    check_writers(config, os.environ, options)
     path = RUNS_FOLDER if config.run_dir is None else run_dir_path(config.run_dir)
     key = f"metrics.run_dir={'null' if config.run_dir is None else config.run_dir}"
     absolute = path.absolute()
@@ -121,61 +110,3 @@ def already_holds(run_dir: object, name: str) -> str:
         "checkpoint.resume=auto to continue it, or metrics.run_dir to a new folder (null for one "
         "named by time and title)"
     )
-
-
-def check_writers(config: MetricsConfig, environment: Mapping[str, str]) -> None:
-    """Check that the packages of the writers are installed, and that wandb has credentials for
-    online mode."""
-    for name in config.writers:
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(
-                f"metrics.writers=[{','.join(config.writers)}] needs the package {name}, which "
-                f"is not installed; run pip install -e '.[{name}]' or leave {name} out"
-            )
-    online = (
-        WANDB_FOLDER in config.writers
-        and wandb_mode(config, environment) is WandbMode.online
-    )
-    if online and not _has_wandb_key(environment):
-        raise ConfigError(
-            "metrics.wandb_mode=online needs an API key for Weights & Biases, and there is none; "
-            "set WANDB_API_KEY, run wandb login, or set metrics.wandb_mode=offline"
-        )
-
-
-def wandb_mode(config: MetricsConfig, environment: Mapping[str, str]) -> WandbMode:
-    """The mode of Weights & Biases, from the config or WANDB_MODE; ConfigError for an unknown value
-    of the latter."""
-    if config.wandb_mode is not None:
-        return config.wandb_mode
-    mode = environment.get("WANDB_MODE") or "online"
-    if mode not in WANDB_MODES:
-        raise ConfigError(
-            f"WANDB_MODE={mode} must be one of {', '.join(mode.value for mode in WandbMode)}; "
-            "unset it, or set metrics.wandb_mode=offline"
-        )
-    return WandbMode(WANDB_MODES[mode])
-
-
-def _has_wandb_key(environment: Mapping[str, str]) -> bool:
-    """Whether credentials exist where wandb looks for them; imports what wandb needs, not wandb."""
-    if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    from requests.utils import get_netrc_auth
-
-    return (
-        get_netrc_auth(environment.get("WANDB_BASE_URL") or _wandb_url(environment))
-        is not None
-    )
-
-
-def _wandb_url(environment: Mapping[str, str]) -> str:
-    """The server saved by ``wandb login --host``."""
-    settings = configparser.ConfigParser(interpolation=None)
-    folder = Path(
-        environment.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb"
-    )
-    with suppress(OSError, configparser.Error, UnicodeDecodeError):
-        settings.read(folder / "settings")
-        return settings.get("default", "base_url", fallback=WANDB_URL)
-    return WANDB_URL

@@ -28,6 +28,7 @@ from .console import Reporter, build_reporter
 from .definitions import definitions
 from .layout import Layout, layout_lines, layout_rows
 from .prediction import Prediction
+from .registry import build_writers
 from .results import (
     ProfileResult,
     RunResult,
@@ -41,7 +42,8 @@ from .run_directory import RunDirectory, writing
 from .run_environment import hardware_line
 from .step import StepMetrics
 from .summary import render_summary
-from .writers import RunStart, Writers, build_writers
+from .writer import RunStart, WriterConfig
+from .writers import Writers
 
 
 class RunRecorder(AbstractContextManager["RunRecorder"]):
@@ -59,6 +61,7 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
             None for a new run.
         layout: parameters, units and bytes of a rank, printed at the start and kept in the results.
         make_room: called if the disk is full; returns whether it may have room now.
+        writers: name → settings of writers; a missing one has its defaults.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         prediction: Prediction | None = None,
         layout: Layout | None = None,
         defaults: Mapping[str, Any] = {},
+        writers: Mapping[str, WriterConfig] = {},
     ) -> None:
         self._defaults = defaults
         self._prediction = prediction
@@ -90,7 +94,7 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
         self._started = time.perf_counter()
         self._lost_output: str | None = None
         self._directory = RunDirectory(
-            config, title, config_tree, environment, resumed, lock, make_room
+            config, title, config_tree, environment, resumed, lock, make_room, writers
         )
         self.run_dir = self._directory.path
         self._steps = self._directory.earlier_steps
@@ -113,7 +117,9 @@ class RunRecorder(AbstractContextManager["RunRecorder"]):
             self._directory.write(
                 PREDICTION_FILE, json.dumps(prediction.to_dict(), indent=2) + "\n"
             )
-        self._writers = Writers(build_writers(config), self.message, resumed_step)
+        self._writers = Writers(
+            build_writers(config, writers), self.message, resumed_step
+        )
         start = RunStart(title, config_tree, environment, self.run_dir, resumed_step)
         self._writers.call(lambda writer: writer.start(start))
         self._watch_console()

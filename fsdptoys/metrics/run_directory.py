@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from .resume_log import (
     truncate_or_move,
 )
 from .step import StepMetrics
+from .writer import WriterConfig
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk or quota, which may be temporary."""
@@ -64,6 +65,7 @@ class RunDirectory:
             contain another.
         lock: of the folder, if already held; released by ``close``.
         make_room: called if the disk is full; returns whether it may have room now.
+        writers: name → settings of writers, which are checked.
     """
 
     def __init__(
@@ -75,10 +77,11 @@ class RunDirectory:
         resumed: ResumePoint | None = None,
         lock: FolderLock | None = None,
         make_room: Callable[[], bool] = lambda: False,
+        writers: Mapping[str, WriterConfig] = {},
     ) -> None:
         self._make_room = make_room
         self._is_full = False
-        check_run_dir(config, resumes=resumed is not None)
+        check_run_dir(config, resumed is not None, writers)
         self.path = (
             RUNS_FOLDER if config.run_dir is None else run_dir_path(config.run_dir)
         )

@@ -157,7 +157,7 @@ class StepMetrics:
 
         Of the routing it has the aggregates only; token counts per expert go to ``routing.jsonl``.
         """
-        values = self._values()
+        values = self.values()
         non_finite = [
             name
             for name, value in values.items()
@@ -172,11 +172,12 @@ class StepMetrics:
         """The measured numbers under the names of ``to_json``; non-finite values stay."""
         return {
             name: float(value)
-            for name, value in self._values().items()
+            for name, value in self.values().items()
             if value is not None
         }
 
-    def _values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
+        """The numbers under the names of ``to_json``; None where nothing was measured."""
         values = {
             metric.name: getattr(self, metric.name)
             for metric in dataclasses.fields(self)

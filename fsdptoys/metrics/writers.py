@@ -1,5 +1,5 @@
-"""Optional writers, TensorBoard and Weights & Biases, which receive the same numbers as
-``metrics.jsonl``.
+"""The writers of a run, which receive the same numbers as ``metrics.jsonl``; among them TensorBoard
+and Weights & Biases.
 
 A writer that fails at its start or later (full disk, no network) is reported once and removed; the
 run continues. The packages are optional dependencies, imported only on rank 0 and only if
@@ -20,17 +20,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import yaml
 
 from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.regular_file import read_regular
 
-from .config import TENSORBOARD_FOLDER, WANDB_FOLDER, MetricsConfig, WandbMode
-from .preflight import wandb_mode
+from .config import TENSORBOARD_FOLDER, WANDB_FOLDER, WandbMode
 from .results import RunResults
 from .step import StepMetrics
+from .writer import RunStart, Writer, WriterConfig
 
 if TYPE_CHECKING:
     import wandb
@@ -50,43 +50,6 @@ meanwhile."""
 FINISH_TIMEOUT_SECONDS = 120.0
 """Timeout of the final upload, after which the rest stays on the disk; the other ranks wait
 meanwhile."""
-
-
-@dataclass(frozen=True)
-class RunStart:
-    """Facts of a run for its writers before the first step."""
-
-    title: str
-    config_tree: dict[str, Any]
-    """All settings, as plain values."""
-    environment: dict[str, Any]
-    """Versions, hardware and command line."""
-    run_dir: Path
-    resumed_step: int
-    """Step from which the run resumes; data written for later steps is obsolete."""
-
-
-class Writer(Protocol):
-    """An additional destination of a run's steps."""
-
-    label: str
-    """Name for messages."""
-
-    def start(self, run: RunStart) -> None:
-        """Open the destination; the package is imported here."""
-
-    def step(self, metrics: StepMetrics) -> None:
-        """Write a step."""
-
-    def flush(self) -> None:
-        """Flush buffers to the system before a checkpoint, since earlier steps are not repeated."""
-
-    def finish(self, results: RunResults, stop_reason: str, picture: Path) -> None:
-        """Write the results; ``picture`` is the path of ``loss.png``."""
-
-    def close(self) -> None:
-        """Close the destination, also after a crash or twice; without ``finish`` the run counts as
-        failed."""
 
 
 class Writers:
@@ -117,22 +80,33 @@ class Writers:
                 )
 
 
-def build_writers(config: MetricsConfig) -> list[Writer]:
-    """Construct the configured writers; their packages are imported when they start."""
-    writers: list[Writer] = (
-        [TensorBoardWriter()] if TENSORBOARD_FOLDER in config.writers else []
-    )
-    mode = (
-        wandb_mode(config, os.environ)
-        if WANDB_FOLDER in config.writers
-        else WandbMode.disabled
-    )
-    if mode is not WandbMode.disabled:
-        writers.append(WandbWriter(config.wandb_project, config.wandb_entity, mode))
-    return writers
+@dataclass
+class TensorBoardConfig(WriterConfig):
+    """TensorBoard: event files in the run directory."""
+
+    name: ClassVar[str] = TENSORBOARD_FOLDER
+    package: ClassVar[str] = "tensorboard"
+    extra: ClassVar[str] = "tensorboard"
+
+    def build(self) -> Writer:
+        """Construct the writer."""
+        return TensorBoardWriter()
 
 
-class TensorBoardWriter:
+@dataclass
+class WandbConfig(WriterConfig):
+    """Weights & Biases; its options are ``metrics.wandb_…``."""
+
+    name: ClassVar[str] = WANDB_FOLDER
+    package: ClassVar[str] = "wandb"
+    extra: ClassVar[str] = "wandb"
+
+    def build(self) -> Writer:
+        """Construct the writer with the defaults of ``metrics``; see ``build_writers``."""
+        return WandbWriter(None, None, WandbMode.online)
+
+
+class TensorBoardWriter(Writer):
     """Writes event files into ``tensorboard/``: scalars of each step, the settings as text, and the
     plot of the loss.
 
@@ -196,7 +170,7 @@ class TensorBoardWriter:
             self._writer = None
 
 
-class WandbWriter:
+class WandbWriter(Writer):
     """Writes steps and results to Weights & Biases; ``project`` and ``entity`` are None for wandb's
     defaults."""
 

@@ -32,7 +32,7 @@ from fsdptoys.launch.launch import (
     names_training,
     ranks_on_this_machine,
 )
-from fsdptoys.metrics.preflight import check_writers
+from fsdptoys.metrics.registry import check_writers
 from fsdptoys.metrics.run_environment import checkout_commit
 
 from .axes import Combination
@@ -244,7 +244,7 @@ def _validate(
         by_composition = False
         check_plan_settings(config.plan, job.device_type)
         config.validate(job.world_size, job.device_type, job.node_ranks)
-        check_writers(config.metrics, os.environ)
+        check_writers(config.metrics, os.environ, config.writers)
         number = fingerprint(config, job.world_size, job.device_name)
         return ValidJob(combination, config, job.world_size, number)
     except ConfigError as reason:

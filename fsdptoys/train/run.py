@@ -315,6 +315,7 @@ class Run:
             make_room=self.checkpoints.wait,
             prediction=self._prediction,
             layout=layout,
+            writers=self.config.writers,
         )
 
     def _profiler(self) -> Profiler:

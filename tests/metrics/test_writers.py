@@ -24,7 +24,8 @@ from fsdptoys.metrics import (
     check_run_dir,
 )
 from fsdptoys.metrics.config import WandbMode
-from fsdptoys.metrics.preflight import check_writers, wandb_mode
+from fsdptoys.metrics.registry import check_writers
+from fsdptoys.metrics.wandb_account import wandb_mode
 from fsdptoys.metrics.writers import Writers
 from tests.harness.recording import ROUTING, STEP, TREE, open_recorder
 
