@@ -16,7 +16,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from importlib.metadata import entry_points
@@ -87,8 +87,9 @@ def record_imports() -> list[dict[str, str]]:
     ]
 
 
-def read_records(value: Any) -> tuple[Import, ...]:
-    """Read the ``imports`` of a run; what is not in the form of a record is left out."""
+def read_records(tree: Any) -> tuple[Import, ...]:
+    """Read the ``imports`` of a run's ``config.yaml``; what is no record is left out."""
+    value = tree.get("imports") if isinstance(tree, dict) else None
     items = value if isinstance(value, list) else []
     return tuple(
         Import(item["name"], item["sha256"])
@@ -101,29 +102,26 @@ def read_records(value: Any) -> tuple[Import, ...]:
     )
 
 
-def explain_missing(value: Any) -> str | None:
+def explain_missing(tree: Any) -> str | None:
     """Return the end of a sentence on imports of a run that are not loaded; None if all are.
 
     Args:
-        value: the ``imports`` of the run's ``config.yaml``.
+        tree: the run's ``config.yaml``.
     """
     names = {record.name for record in loaded_imports()}
-    missing = [record for record in read_records(value) if record.name not in names]
+    missing = [record for record in read_records(tree) if record.name not in names]
     if not missing:
         return None
     options = " ".join(record.option[:200] for record in missing)
-    return (
-        f"the run was started with own code, which no command loads by itself; add {options} "
-        "(the file or module that you trust)"
-    )
+    return f"the run used own code, which is never loaded from what a run has written; add {options}"
 
 
-def explain_changed(value: Any) -> str | None:
+def explain_changed(tree: Any) -> str | None:
     """Return a sentence on imports of a run that have other contents now; None if none has."""
     current = {record.name: record.sha256 for record in loaded_imports()}
     changed = [
         record.name
-        for record in read_records(value)
+        for record in read_records(tree)
         if current.get(record.name, record.sha256) != record.sha256
     ]
     if not changed:
@@ -279,22 +277,20 @@ def _hash(spec: ModuleSpec | None) -> str:
     return digest.hexdigest()
 
 
-def check_same(records: Iterable[Sequence[Import]]) -> None:
-    """Check that all ranks have loaded the same code.
+def check_same_imports(tree: Any, rank: int) -> None:
+    """Check that this rank has loaded the same code as rank 0.
 
     Args:
-        records: of each rank, in order.
+        tree: what rank 0 records, with the key ``imports``.
+        rank: this rank.
 
     Raises:
-        ConfigError: naming the first rank and module that differ from rank 0.
+        ConfigError: naming the modules that differ.
     """
-    first: Sequence[Import] | None = None
-    for rank, imports in enumerate(records):
-        first = imports if first is None else first
-        other = set(imports) ^ set(first)
-        if other:
-            names = ", ".join(sorted({record.name for record in other}))
-            raise ConfigError(
-                f"rank {rank} has loaded other code than rank 0 ({names}); give every node the "
-                "same --import options and the same files"
-            )
+    other = set(read_records(tree)) ^ set(loaded_imports())
+    if other:
+        names = ", ".join(sorted({record.name for record in other}))
+        raise ConfigError(
+            f"rank {rank} has loaded other code than rank 0 ({names}); give every node the same "
+            "--import options and the same files"
+        )

@@ -234,7 +234,7 @@ def _make_dataclass(cls: type) -> None:
             ) from error
 
 
-def _own_fields(cls: type) -> Iterator["dataclasses.Field[Any]"]:
+def own_fields(cls: type) -> Iterator["dataclasses.Field[Any]"]:
     """The fields that a class declares itself, inherits from a class of own code, or
     overrides."""
     builtin = [base for base in cls.__mro__ if base.__module__.startswith("fsdptoys.")]
@@ -253,7 +253,7 @@ def _check_fields(cls: type) -> None:
             f"{cls.__name__} has a field with a type that cannot be read ({error}); name types "
             "that its module imports"
         ) from error
-    for field in _own_fields(cls):
+    for field in own_fields(cls):
         _check_field(f"{cls.__name__}.{field.name}", field, hints[field.name])
         if "option" not in field.metadata:
             field.metadata = types.MappingProxyType(

@@ -27,4 +27,5 @@ from .weights import WEIGHTS_FOLDER as WEIGHTS_FOLDER
 from .weights import CheckpointWeights as CheckpointWeights
 from .weights import RunWeights as RunWeights
 from .weights import model_config_of as model_config_of
+from .weights import run_model_config as run_model_config
 from .weights import save_weights as save_weights

@@ -6,7 +6,7 @@ of tensors in the files. Not covered: optimizer states, so a run cannot resume f
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.imports import explain_missing
 from fsdptoys.models import MODELS, DecoderModel, ModelConfig
 from fsdptoys.models.huggingface import Bounds
 from fsdptoys.utils.foreign import parse_yaml
@@ -79,8 +80,8 @@ class RunWeights:
         where = self.path.absolute().parent / CONFIG_FILE
         # the run's configuration, as plain values
         self.settings = _read_settings(where)
-        self.config = model_config_of(
-            self.settings.get("model"), str(where), "use the file that the run wrote"
+        self.config = run_model_config(
+            self.settings, str(where), "use the file that the run wrote"
         )
         self.tensors = TensorFolder(self.path, STEM)
         shapes = _shapes_of(self.config)
@@ -120,6 +121,20 @@ def _read_settings(path: Path) -> dict[str, Any]:
             f"{path} lacks the section model; use the file that the run wrote"
         )
     return tree
+
+
+def run_model_config(tree: Mapping[str, Any], where: str, fix: str) -> ModelConfig:
+    """Build the model configuration of a run's settings; see :func:`model_config_of`.
+
+    Raises:
+        ConfigError: also for a family of own code, which names the missing imports.
+    """
+    section = tree.get("model")
+    family = section.get("family") if isinstance(section, dict) else None
+    missing = explain_missing(tree)
+    if missing is not None and isinstance(family, str) and family not in MODELS:
+        raise ConfigError(f"{where} says model.family={short_text(family)}; {missing}")
+    return model_config_of(section, where, fix)
 
 
 def model_config_of(section: object, where: str, fix: str) -> ModelConfig:
@@ -166,10 +181,8 @@ class CheckpointWeights:
         self.name = location.name
         settings = self._checkpoint.facts.get("config")
         self.settings: dict[str, Any] = settings if isinstance(settings, dict) else {}
-        self.config = model_config_of(
-            self.settings.get("model"),
-            f"{where}: {location.name}",
-            "name another checkpoint",
+        self.config = run_model_config(
+            self.settings, f"{where}: {location.name}", "name another checkpoint"
         )
         tune = self.settings.get("tune")
         if isinstance(tune, dict) and tune.get("name") == "lora":

@@ -50,6 +50,11 @@ def make_parsers() -> tuple[Parser, dict[str, Parser]]:
             description=description,
             **settings,
         )
+        parsers[name].value(
+            "--import NAME|FILE.py",
+            "import own code, which registers models, data, optimizers and more; may be repeated",
+            "./mine.py",
+        )
         return parsers[name]
 
     train = add(

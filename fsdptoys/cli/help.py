@@ -4,7 +4,11 @@ import textwrap
 from pathlib import Path
 
 from fsdptoys.config.choices import list_choices, list_defaults
+from fsdptoys.register import KINDS, own_fields, registered
 from fsdptoys.utils.foreign import parse_yaml
+from fsdptoys.utils.option_docs import read_docs
+from fsdptoys.utils.options import default_of
+from fsdptoys.utils.text import value_text
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -49,4 +53,21 @@ def train_keys() -> str:
             names.append("null (default: by hardware)")
         lines.append(f"  {group + '=':<12} {', '.join(names)}")
     keys = Path(__file__).with_name("train_keys.txt").read_text(encoding="utf-8")
-    return "\n".join([*lines, "", "Keys:", "", keys])
+    return "\n".join([*lines, "", "Keys:", "", keys, *own_lines()])
+
+
+def own_lines() -> list[str]:
+    """Return the options of registered classes, with the docstrings of their source."""
+    lines = []
+    for kind in KINDS.values():
+        for name, schema in registered(kind.group).items():
+            docs = read_docs(schema)
+            lines += [
+                f" with {kind.group}={name}: {docs.doc}",
+                *(
+                    f"  {f'{kind.group}.{field.name}={text}':<42} {docs.fields.get(field.name, '')}"
+                    for field in own_fields(schema)
+                    if (text := value_text(default_of(field), quote=True))
+                ),
+            ]
+    return ["Of own code:", "", *lines, ""] if lines else []

@@ -14,6 +14,7 @@ from types import ModuleType
 
 from fsdptoys import __version__
 from fsdptoys.errors import ConfigError
+from fsdptoys.imports import load_imports
 from fsdptoys.launch.exit_record import ExitRecord, write_exit_record
 from fsdptoys.utils.console_stream import install_streams, let_stdout_end, lost_output
 from fsdptoys.utils.text import near_miss, print_status
@@ -26,6 +27,8 @@ from .system_errors import (
 
 BROKEN_PIPE = 141
 """Exit status when the reader has closed the pipe, the same as for SIGPIPE."""
+
+IMPORT = "--import"
 
 MULTIRUN = ("-m", "--multirun")
 """Hydra's own options for a sweep."""
@@ -125,6 +128,7 @@ def _explain_missing_command(word: str, later: list[str]) -> str:
 
 
 def _run(argv: list[str]) -> int:
+    argv, imports = take_imports(argv)
     if argv[:1] == ["--version"]:
         print(f"fsdptoys {__version__}")
         return 0
@@ -142,17 +146,53 @@ def _run(argv: list[str]) -> int:
     ):
         command = "sweep"
         argv = [word for word in argv if word not in MULTIRUN]
-    if any(word in ("-h", "--help") for word in argv) or not (
+    is_help = any(word in ("-h", "--help") for word in argv) or not (
         argv or command in ("train", "plan", "models")
-    ):
+    )
+    if imports or not is_help:
+        check_current_folder()  # PyTorch cannot be imported without one
+    _load_imports(imports)
+    if is_help:
         print(help_page(command), end="")
         return 0
-    check_current_folder()  # PyTorch cannot be imported without one
     if command == "sweep":
         let_stdout_end()
     module = _import(f"{__package__}.{'report' if command == 'compare' else command}")
     status: int = getattr(module, f"{command}_command")(argv)
     return status
+
+
+def take_imports(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split arguments into those without ``--import``, and what follows each of these.
+
+    Raises:
+        ConfigError: for one without a value.
+    """
+    rest = []
+    imports = []
+    queue = list(argv)
+    while queue:
+        word = queue.pop(0)
+        option, equals, value = word.partition("=")
+        if option != IMPORT:
+            rest.append(word)
+            continue
+        if not equals and queue and not queue[0].startswith("-"):
+            value = queue.pop(0)
+        if not value:
+            raise ConfigError(f"{IMPORT} has no value; write {IMPORT} ./mine.py")
+        imports.append(value)
+    return rest, imports
+
+
+def _load_imports(words: Sequence[str]) -> None:
+    """Load own code without garbage collection, since it may import torch."""
+    gc.disable()
+    try:
+        load_imports(words)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _import(name: str) -> ModuleType:

@@ -1,17 +1,23 @@
 """``fsdptoys train``: resolve the run, check its folders, weights and data, and start or be its
 ranks."""
 
+import contextlib
 import os
 import re
 import shlex
+from collections.abc import Sequence
+from pathlib import Path
 
 import yaml
 
 from fsdptoys.config.overrides import SeveralValuesError
+from fsdptoys.config.saved import read_tree
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
+from fsdptoys.imports import explain_missing
 from fsdptoys.launch.hardware import profile_of_this_machine, set_allocator
 from fsdptoys.launch.launch import check_master, launch, print_run, resolve_run
+from fsdptoys.metrics.config import CONFIG_FILE
 from fsdptoys.utils.console_stream import let_stdout_end
 from fsdptoys.utils.text import print_status
 
@@ -37,6 +43,7 @@ def train_command(argv: list[str]) -> int:
 
 
 def _train(overrides: list[str], cfg: str | None) -> int:
+    _check_imports(overrides)
     if cfg is not None:
         run = resolve_run(overrides, os.environ, choose_largest, choose_switches)
         _check_places(run.composition.config)
@@ -126,6 +133,26 @@ def _work(overrides: list[str]) -> None:
                 stdout=True,
             )
     train(config, prediction)
+
+
+def _check_imports(overrides: Sequence[str]) -> None:
+    """Name the missing imports of the run to resume, before its choices are refused."""
+    values = {
+        key: value.strip("'\"")
+        for key, _, value in (word.partition("=") for word in overrides)
+        if key in ("checkpoint.resume", "metrics.run_dir")
+    }
+    for key, value in values.items() if "checkpoint.resume" in values else ():
+        path = Path(value).expanduser()
+        for folder in (path, *path.parents[:2]):  # of a checkpoint
+            file = folder / CONFIG_FILE
+            with contextlib.suppress(ConfigError):
+                missing = explain_missing(read_tree(file)) if file.is_file() else None
+                if missing is not None:
+                    break
+        else:
+            continue
+        raise ConfigError(f"{key}={value} cannot be resumed yet: {missing}")
 
 
 def _check_places(config: Config) -> None:

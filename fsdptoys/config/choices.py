@@ -1,28 +1,34 @@
 """Groups of settings, and their choices: the YAML files of ``configs/``."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from fsdptoys.register import live_cache, registered
 from fsdptoys.utils.foreign import parse_yaml
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
-Choices = Mapping[str, Sequence[str]]  # group → names of its YAML files
+Choices = Mapping[str, Sequence[str]]  # group → names of its choices
 
 
 def list_choices() -> dict[str, list[str]]:
-    """Map each group to the sorted names of its YAML files."""
+    """Map each group to the sorted names of its YAML files and of the classes that own code has
+    registered."""
     return {
-        group: sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+        group: sorted(
+            {path.stem for path in (CONFIGS / group).glob("*.yaml")}
+            | set(registered(group))
+        )
         for group in sorted(list_defaults())
     }
 
 
-@functools.cache
+@live_cache
 def schema_name(group: str, choice: str) -> str:
     """Name of the schema of a group's YAML file: ``llama`` if its defaults begin with
-    ``base_llama``."""
+    ``base_llama``; a registered class has its own name."""
+    if choice in registered(group):
+        return choice
     first = parse_yaml(
         (CONFIGS / group / f"{choice}.yaml").read_text(encoding="utf-8")
     )["defaults"][0]

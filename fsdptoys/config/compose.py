@@ -7,7 +7,6 @@ refused. The group ``experiment`` has no schema, since it overrides other groups
 import contextlib
 import copy
 import dataclasses
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.models import ModelConfig
 from fsdptoys.parallel.determinism import Deterministic
+from fsdptoys.register import live_cache, registered
 from fsdptoys.utils.bounds import check_home, check_text
 
 from .choices import list_choices
@@ -106,6 +106,8 @@ def compose(overrides: Sequence[str]) -> Composition:
                 )
     except OmegaConfBaseException as error:
         raise _not_composed(overrides, error) from error
+    if chosen["model"] in registered("model") and not tree.model.name:
+        tree.model.name = chosen["model"]
     _choose_lengths(tree)
     return Composition(_to_config(tree), dict(chosen))
 
@@ -148,7 +150,7 @@ def compose_presets(names: Sequence[str]) -> list[ModelConfig]:
     return [config for config in configs if isinstance(config, ModelConfig)]
 
 
-@functools.cache
+@live_cache
 def _compose_groups(
     groups: tuple[str, ...],
 ) -> tuple[DictConfig, dict[str, str | None]]:
@@ -223,7 +225,7 @@ def _check_texts(key: str, value: Any) -> None:
             check_home(key, value)
 
 
-@functools.cache  # Hydra reads every dataclass
+@live_cache  # Hydra reads every dataclass
 def _register_schemas() -> None:
     store = ConfigStore.instance()
     store.store(name="base_config", node=_YAMLConfig, provider="fsdptoys")
@@ -233,6 +235,9 @@ def _register_schemas() -> None:
             store.store(
                 group=group, name=f"base_{name}", node=node, provider="fsdptoys"
             )
+        for name, schema in registered(group).items():
+            # A choice without a YAML file
+            store.store(group=group, name=name, node=schema, provider="fsdptoys")
 
 
 def _one_line(error: Any) -> str:

@@ -7,8 +7,9 @@ value alone, where ``true`` stands for every spelling of it and for no value, ``
 and ``N`` for every number. Keys without their section (``chunk_loss``) need no entry.
 """
 
-import functools
 from collections.abc import Mapping
+
+from fsdptoys.register import live_cache
 
 _TABLE = {
     # Model; *: the typed value.
@@ -192,7 +193,7 @@ _TABLE = {
 words: to leave out."""
 
 
-@functools.cache
+@live_cache
 def familiar_names() -> Mapping[str, str]:
     """Return name → override: of the options' aliases, and of the table."""
     # imports torch, which help does without

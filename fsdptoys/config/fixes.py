@@ -3,7 +3,6 @@ key without its section, or a misspelled one."""
 
 import contextlib
 import dataclasses
-import functools
 import typing
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -12,6 +11,7 @@ from typing import NamedTuple
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from fsdptoys.register import live_cache
 from fsdptoys.utils.bounds import bounds_of
 from fsdptoys.utils.options import default_of
 from fsdptoys.utils.text import near_miss
@@ -109,7 +109,7 @@ def list_options(schema: type, prefix: str) -> dict[str, Option]:
     return options
 
 
-@functools.cache
+@live_cache
 def all_options(
     chosen: tuple[tuple[str, str | None], ...],
 ) -> tuple[dict[str, Option], dict[str, str]]:

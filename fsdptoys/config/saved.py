@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fsdptoys.checkpoint import CheckpointConfig, model_config_of
+from fsdptoys.checkpoint import CheckpointConfig, run_model_config
 from fsdptoys.data import DATASETS, DataConfig
 from fsdptoys.data.synthetic import SyntheticConfig
 from fsdptoys.errors import ConfigError
-from fsdptoys.loss import LOSSES
+from fsdptoys.imports import explain_missing
 from fsdptoys.optim import OPTIMIZERS
 from fsdptoys.parallel import STRATEGIES
 from fsdptoys.tune import TUNINGS
 from fsdptoys.utils.foreign import ForeignError, parse_json, parse_yaml
 from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import read_regular
-from fsdptoys.utils.text import one_line
+from fsdptoys.utils.text import one_line, short_text
 
 from .plan_config import PlanConfig
 from .schema import Config
@@ -72,7 +72,7 @@ def read_config(tree: dict[str, Any], where: str) -> Config:
     """
     sections: dict[str, Any] = {
         "model": dataclasses.replace(
-            model_config_of(tree.get("model"), where, "leave the run out"),
+            run_model_config(tree, where, "leave the run out"),
             init_from=None,
         ),
         "parallel": _build_named(STRATEGIES, tree, "parallel", where),
@@ -116,6 +116,9 @@ def _build_named(
     """Build a section; its ``name`` selects the dataclass."""
     values = tree.get(section)
     name = values.get("name") if isinstance(values, dict) else None
+    missing = explain_missing(tree)
+    if missing is not None and isinstance(name, str) and name not in kinds:
+        raise ConfigError(f"{where} says {section}.name={short_text(name)}; {missing}")
     if not isinstance(values, dict) or not isinstance(name, str) or name not in kinds:
         raise ConfigError(
             f"{where} says {section}.name={name}, which this version does not have; {fix}"

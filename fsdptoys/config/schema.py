@@ -14,8 +14,7 @@ from fsdptoys.checkpoint import CheckpointConfig, open_init_from
 from fsdptoys.data import DATASETS, DataConfig
 from fsdptoys.device import DEVICE_TYPES, float64_collectives
 from fsdptoys.errors import ConfigError
-from fsdptoys.loss import LOSSES, LossConfig
-from fsdptoys.loss.probe import check_own_loss
+from fsdptoys.imports import record_imports
 from fsdptoys.memory import MemoryConfig, OffloadSchedule
 from fsdptoys.metrics import MetricsConfig
 from fsdptoys.models import MODELS, ModelConfig
@@ -179,8 +178,10 @@ class Config(Sections):
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The full tree as dicts, lists, strings and numbers."""
-        return dict(_plain(self))
+        """The full tree as dicts, lists, strings and numbers, with the records of own code that is
+        loaded."""
+        records = record_imports()
+        return dict(_plain(self)) | ({"imports": records} if records else {})
 
     def defaults(self) -> dict[str, Any]:
         """Return key → default of the chosen sections, as in :meth:`to_dict`."""

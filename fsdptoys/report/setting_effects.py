@@ -5,12 +5,12 @@ Layouts and memory switches change at most the order of summation (``docs/bit_eq
 larger than rounding is a bug.
 """
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdptoys.config.declared_options import declared_options, option_defaults
+from fsdptoys.register import live_cache
 from fsdptoys.utils.options import Declared, Effect, Stage
 
 from .setting_diff import RANKS, Settings, effective
@@ -52,13 +52,13 @@ AXES = ("mesh.ep_size", *SHARING)
 """Ranks that compute parts of the same sequences or layers."""
 
 
-@functools.cache
+@live_cache
 def declared() -> dict[str, Declared]:
     """Return key → declaration. Layouts change the last bits, except in the deterministic modes."""
     return declared_options() | PSEUDO
 
 
-@functools.cache
+@live_cache
 def usual_formats() -> Settings:
     """Return the values that apply if the switch of a format is off, or an older run has none."""
     defaults = option_defaults()

@@ -23,6 +23,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.data import BatchStream
 from fsdptoys.data.sampler import ChangedDataError
 from fsdptoys.errors import ConfigError
+from fsdptoys.imports import explain_changed, explain_missing
 from fsdptoys.metrics import run_dir_path
 from fsdptoys.metrics.resume_log import changed_settings
 from fsdptoys.optim import OptimConfig
@@ -162,6 +163,8 @@ def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
     """
     where = f"the checkpoint of step {facts['step']}"
     before = facts["config"]
+    if missing := explain_missing(before):
+        raise ConfigError(f"{where} cannot be resumed yet: {missing}")
     saved_model = model_config_of(
         before["model"], where, "start a new run in another folder"
     )
@@ -176,19 +179,22 @@ def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
                 f"{key}={_word(saved)}{' memory.optimizer_offload=true' * offloads} or start a new "
                 "run in another folder"
             )
+    changed = explain_changed(before)
+    notes = [] if changed is None else [changed]
     # Counted from the data, which are not prepared yet; the ranks check again
     if config.train.steps == -1:
-        return []
+        return notes
     if facts["step"] > config.train.steps:
         raise ConfigError(
             f"train.steps={config.train.steps} is behind {where}; set "
             f"train.steps={before['train']['steps']}, or more to continue"
         )
     if before["train"]["steps"] == config.train.steps:
-        return []
+        return notes
     return [
+        *notes,
         f"train.steps was {before['train']['steps']} and is {config.train.steps}: the schedule "
-        "continues as if it had been so from the start"
+        "continues as if it had been so from the start",
     ]
 
 

@@ -7,6 +7,7 @@ write checkpoints.
 
 import dataclasses
 import functools
+import json
 import sys
 import time
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from fsdptoys.checkpoint import Checkpoint, Checkpointer
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import GivenUpError
+from fsdptoys.imports import check_same_imports, record_imports
 from fsdptoys.metrics import (
     COLLECTIVES_FILE,
     PROFILE_FOLDER,
@@ -36,6 +38,7 @@ from fsdptoys.parallel import full_tensors, host_copy
 from fsdptoys.profiler import Profiler
 from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.file_lock import FolderLock
+from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.from_tree import build
 
 from .distributed import process_group
@@ -87,6 +90,7 @@ class Run:
         self.rank = trainer.world.rank
         self.world_size = trainer.world.world_size
         self.title = f"{self.config.model.name}-{self.config.parallel.name}"
+        self._check_imports()
         self._lock: FolderLock | None = None
         self.run_dir = self._claim_run_dir()
         self._recorder: RunRecorder | None = None
@@ -192,6 +196,11 @@ class Run:
             added = f" with {' and '.join(missing)}" if missing else ""
             self._say(f"the same command{added} continues the run")
         return f"{stop.reason}; the newest checkpoint is that of step {newest}"
+
+    def _check_imports(self) -> None:
+        """Check that all ranks have loaded the same code of the user."""
+        records = self._broadcast(json.dumps({"imports": record_imports()}))
+        check_same_imports(parse_json(str(records)), self.rank)
 
     def _claim_run_dir(self) -> Path:
         """Choose and lock the run directory on rank 0, and broadcast it."""

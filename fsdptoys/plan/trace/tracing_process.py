@@ -29,6 +29,7 @@ import torch
 
 from fsdptoys.device import available_device_type
 from fsdptoys.errors import ConfigError
+from fsdptoys.imports import load_imports
 from fsdptoys.plan.simulator.events import Trace
 
 from . import fake_device
@@ -163,6 +164,7 @@ def serve(
     descriptor = os.open(errors_path, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
+    load_imports()  # before requests with classes of the user's code are unpickled
     torch.set_num_threads(1)
     gc.disable()
     gc.freeze()

@@ -1,9 +1,12 @@
 """Docstrings of classes and of their fields, from the source: Python keeps none of fields."""
 
 import ast
+import contextlib
+import dataclasses
 import inspect
 import textwrap
 from dataclasses import dataclass
+from enum import Enum
 
 
 @dataclass(frozen=True)
@@ -18,8 +21,9 @@ def read_docs(kind: type) -> ClassDocs:
     """Read the docstrings of a dataclass or an enum; fields have those of their base classes."""
     fields: dict[str, str] = {}
     for base in kind.__mro__[-2::-1]:
-        if base.__module__.startswith("fsdptoys."):
-            fields |= _read_fields(base)
+        if dataclasses.is_dataclass(base) or issubclass(base, Enum):
+            with contextlib.suppress(OSError, TypeError):  # a class without source
+                fields |= _read_fields(base)
     return ClassDocs(_plain(inspect.getdoc(kind) or ""), fields)
 
 
