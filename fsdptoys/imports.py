@@ -102,6 +102,12 @@ def read_records(tree: Any) -> tuple[Import, ...]:
     )
 
 
+def import_options() -> list[str]:
+    """Return the options with which another process loads the same code."""
+    words = os.environ.get(VARIABLE, "").split(os.pathsep)
+    return [part for word in words if word for part in ("--import", word)]
+
+
 def explain_missing(tree: Any) -> str | None:
     """Return the end of a sentence on imports of a run that are not loaded; None if all are.
 
@@ -113,7 +119,10 @@ def explain_missing(tree: Any) -> str | None:
     if not missing:
         return None
     options = " ".join(record.option[:200] for record in missing)
-    return f"the run used own code, which is never loaded from what a run has written; add {options}"
+    return (
+        "the run used own code, which is never loaded from what a run has written; add "
+        f"{options}"
+    )
 
 
 def explain_changed(tree: Any) -> str | None:

@@ -27,9 +27,9 @@ from fsdptoys.config.sections import Sections
 from fsdptoys.models import MODELS
 from fsdptoys.report.setting_effects import BATCH, effect_of
 from fsdptoys.utils.bounds import bounds_of
+from fsdptoys.utils.option_docs import read_docs
 from fsdptoys.utils.options import Declared, Effect, declared_of
 from fsdptoys.utils.text import value_text
-from fsdptoys.utils.option_docs import read_docs
 
 ROOT = Path(__file__).parents[1]
 WIDTH = 120

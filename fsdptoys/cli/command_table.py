@@ -191,6 +191,14 @@ counted on models without memory.
     )
     models.flag("--json", "exact numbers, as a list of objects")
 
+    add(
+        "new KIND NAME",
+        "write a small working file of own code, and its test",
+        """\
+Write NAME.py and test_NAME.py into this folder. KIND is one of model, data, optimizer, loss,
+strategy, writer and callback. fsdptoys train --import ./NAME.py uses the file as it is; change it.
+""",
+    )
     add_weights_commands(add)
     add_data_commands(add)
     add_checkpoint_commands(add)

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.imports import import_options
 from fsdptoys.report.runs_table import gather
 from fsdptoys.report.table import make_table
 from fsdptoys.report.table_export import to_csv, to_json, to_markdown
@@ -61,7 +62,7 @@ def read_arguments(argv: Sequence[str]) -> SweepArguments:
         )
     return dataclasses.replace(
         split_arguments(options.arguments),
-        command=shlex.join(["fsdptoys", "sweep", *argv]),
+        command=shlex.join(["fsdptoys", "sweep", *import_options(), *argv]),
         resume=resume,
         resume_dir=Path(options.resume_dir) if options.resume_dir is not None else None,
         out=Path(options.out) if options.out is not None else None,

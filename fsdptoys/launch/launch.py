@@ -14,6 +14,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.device import available_device_type
 from fsdptoys.device.profile import load_hardware
 from fsdptoys.errors import ConfigError
+from fsdptoys.imports import import_options
 from fsdptoys.parallel.float8 import check_float8_here
 from fsdptoys.parallel.mesh import HYBRID, NODE, straddling
 from fsdptoys.utils.text import counted, one_line, print_status, value_text
@@ -363,7 +364,7 @@ def launch(run: ResolvedRun) -> int:
     environment = request.environment()
     forks = run.hardware.device_type == "cpu"
     print_run(run, environment)
-    argv = ["train", *run.overrides]
+    argv = ["train", *import_options(), *run.overrides]
     return run_workers(
         "fsdptoys",
         argv,
