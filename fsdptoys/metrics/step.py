@@ -69,6 +69,10 @@ ROUTING_KEYS = {
 """Field of ``RoutingMetrics`` → key in ``metrics.jsonl``."""
 
 
+ADDED_PREFIX = "callbacks."
+"""Before the names of numbers that callbacks add to a step."""
+
+
 PURPOSE_KEYS = {
     "parameters": "memory_parameters_gib",
     "gradients": "memory_gradients_gib",
@@ -150,6 +154,8 @@ class StepMetrics:
     """The step in which a CPU's memory was last counted."""
     eval_own_loss: float | None = None
     """A user's loss on the held-out part, per token; missing in lines of runs without one."""
+    added: dict[str, float] = field(default_factory=dict)
+    """Numbers that callbacks add, ``callbacks.NAME.KEY``."""
 
     def to_json(self) -> str:
         """One line of strict JSON; non-finite values become null and are listed under
@@ -183,6 +189,7 @@ class StepMetrics:
             for metric in dataclasses.fields(self)
         }
         routing = values.pop("routing")
+        added = values.pop("added")
         for name in ("loss_scale", "eval_own_loss"):
             if values[name] is None:
                 del values[name]
@@ -190,7 +197,7 @@ class StepMetrics:
             values |= {
                 key: getattr(routing, name) for name, key in ROUTING_KEYS.items()
             }
-        return values
+        return values | added
 
     @classmethod
     def from_json(cls, line: str) -> "StepMetrics":
@@ -215,13 +222,18 @@ class StepMetrics:
         numbers = {
             metric.name: _checked(values, metric.name, metric.type)
             for metric in dataclasses.fields(cls)
-            if metric.name != "routing"
+            if metric.name not in ("routing", "added")
             and (metric.name in values or metric.default is dataclasses.MISSING)
         }
         # Rates divide by it.
         if not numbers["step_time_seconds"] > 0:
             raise ValueError(f"step_time_seconds is {numbers['step_time_seconds']}")
-        return cls(**numbers, routing=routing)
+        added = {
+            key: _checked(values, key, float)
+            for key in values
+            if key.startswith(ADDED_PREFIX)
+        }
+        return cls(**numbers, routing=routing, added=added)
 
     def without_counts(self) -> "StepMetrics":
         """A copy without token counts per expert, which are too large to keep for every step."""

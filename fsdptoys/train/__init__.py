@@ -1,0 +1,5 @@
+"""The program of one rank of a run."""
+
+from .callbacks import Callback, CallbackConfig, StartFacts
+
+__all__ = ["Callback", "CallbackConfig", "StartFacts"]

@@ -104,6 +104,10 @@ class RunFacts:
     metrics: dict[str, int] = field(metadata=between(0, LARGEST_INTEGER, longest=100))
     loss_scale: _LossScale | None = None
     """None without float16, and in checkpoints of versions before it."""
+    callbacks: dict[str, dict[str, Any]] = field(
+        default_factory=dict, metadata=max_length(LONGEST_WORD)
+    )
+    """Name → state; missing in checkpoints of versions without callbacks."""
     expected_skips: int = field(default=0, metadata=between(0, LARGEST_STEP))
     """Of ``skipped_steps``, those in the search for the loss scale."""
 

@@ -21,7 +21,6 @@ from fsdptoys.config.schema import Config
 from fsdptoys.errors import GivenUpError
 from fsdptoys.imports import check_same_imports, record_imports
 from fsdptoys.metrics import (
-    COLLECTIVES_FILE,
     PROFILE_FOLDER,
     ResumePoint,
     RunRecorder,
@@ -36,11 +35,12 @@ from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.metrics.results import ProfileResult
 from fsdptoys.parallel import full_tensors, host_copy
 from fsdptoys.profiler import Profiler
-from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.file_lock import FolderLock
 from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.from_tree import build
 
+from .callbacks import StartFacts
+from .collective_trace import trace_collectives
 from .distributed import process_group
 from .final_weights import save_final_weights, set_weights_aside
 from .heartbeat import HEARTBEATS_FOLDER, HeartbeatWriter, explain_lost_ranks
@@ -125,9 +125,10 @@ class Run:
                 self._recorder = stack.enter_context(self._open_recorder(layout))
             # The run directory is claimed before any rank writes into it.
             dist.barrier(device_ids=self.trainer.world.device.barrier_devices)
+            trainer.callbacks.start(self._start_facts)
             profiler = self._profiler()
             if self._recorder and config.debug.trace_collectives:
-                self._trace_collectives()
+                trace_collectives(trainer, self.run_dir, self._say)
             # Stays open until the end: a repeated signal must not kill the process before the last
             # checkpoint.
             request = stack.enter_context(StopRequest())
@@ -137,6 +138,7 @@ class Run:
                 self.checkpoints.wait(LAST_WAIT_SECONDS)
                 raise
             heartbeat.beat(trainer.steps_done, "end")
+            trainer.callbacks.end(stop.reason)
             problem = self._finish(stop, profiler)
             heartbeat.remove()
             if problem is not None:
@@ -202,6 +204,18 @@ class Run:
         records = self._broadcast(json.dumps({"imports": record_imports()}))
         check_same_imports(parse_json(str(records)), self.rank)
 
+    def _start_facts(self) -> StartFacts:
+        """Facts of this start for callbacks."""
+        return StartFacts(
+            rank=self.rank,
+            world_size=self.world_size,
+            device_type=self.trainer.world.device.type,
+            steps=self.config.train.steps,
+            first_step=self.trainer.steps_done + 1,
+            run_dir=self.run_dir,
+            config_tree=self.config.to_dict(),
+        )
+
     def _claim_run_dir(self) -> Path:
         """Choose and lock the run directory on rank 0, and broadcast it."""
         path: Path | None = None
@@ -221,9 +235,8 @@ class Run:
     def _broadcast(self, text: str | None) -> str | None:
         """Rank 0's text. A collective."""
         shared = [text]
-        dist.broadcast_object_list(
-            shared, device=self.trainer.world.device.torch_device
-        )
+        device = self.trainer.world.device.torch_device
+        dist.broadcast_object_list(shared, device=device)
         return shared[0]
 
     def _open_checkpoints(self) -> Checkpointer:
@@ -269,6 +282,8 @@ class Run:
         trainer.load_state_dict(
             checkpoint.facts, checkpoint.load, checkpoint.read_states
         )
+        states = checkpoint.facts.get("callbacks", {})
+        self._say(*trainer.callbacks.load_state_dict(states))
         self._restore_random_states(checkpoint)
         self._resumed = ResumePoint(
             checkpoint.step, checkpoint.facts["metrics"], checkpoint.name
@@ -342,32 +357,6 @@ class Run:
             message=say,
         )
 
-    def _trace_collectives(self) -> None:
-        """Record the collectives that this rank issues in one step."""
-        from fsdptoys.profiler.collective_table import render, to_lines
-        from fsdptoys.profiler.collectives import Call, CollectiveTrace, traced_step
-
-        trainer = self.trainer
-        parallel = self.config.parallel.name
-        step = traced_step(trainer.steps_done + 1, self.config.train.steps)
-        stepper = type(trainer.stepper)
-        within = {stepper.clip.__code__: "clip", stepper.step.__code__: "optimizer"}
-
-        def write_table(calls: list[Call]) -> None:
-            write_atomically(self.run_dir / COLLECTIVES_FILE, to_lines(calls, step))
-            whose = f"step {step} on rank {self.rank} of {self.world_size}, parallel={parallel}"
-            self._say(render(calls, f"collectives of {whose}"))
-
-        trace = CollectiveTrace(step, trainer.strategy.model, within, write_table)
-        beat = trainer.on_phase
-
-        def on_phase(step: int, phase: str) -> None:
-            beat(step, phase)
-            trace.enter(step, phase)
-
-        trainer.on_phase = on_phase
-        trainer.around_step = trace.around
-
     def _on_step(self, metrics: StepMetrics) -> None:
         if self._recorder:
             self._recorder.step(metrics)
@@ -379,6 +368,7 @@ class Run:
         """Save a checkpoint, or begin an async save; all ranks call this after the same step."""
         started = time.perf_counter()
         trainer = self.trainer
+        trainer.callbacks.before_checkpoint(trainer.steps_done)
         facts = run_facts(self.config, self.world_size) | trainer.state_dict()
         facts["metrics"] = self._recorder.offsets() if self._recorder else {}
         tensors = trainer.strategy.state_tensors(trainer.optimizer)

@@ -26,6 +26,7 @@ from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.config.train_config import TrainConfig
 from fsdptoys.metrics.results import RunStatus
 
+from .callbacks import Callbacks
 from .skipped_steps import SkippedSteps
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -130,10 +131,12 @@ class Stopping:
 
     Args:
         train: limits of steps, of time and of skipped steps.
+        callbacks: may ask to stop.
     """
 
-    def __init__(self, train: TrainConfig) -> None:
+    def __init__(self, train: TrainConfig, callbacks: Callbacks) -> None:
         self._train = train
+        self._callbacks = callbacks
         self.begin(0)
 
     def begin(self, step: int, request: StopRequest | None = None) -> None:
@@ -147,18 +150,24 @@ class Stopping:
         """The first reason to stop; the same on all ranks."""
 
     def votes(self) -> list[float]:
-        """Return this rank's votes, 1 or 0, for ``agreed_stop``."""
+        """Return this rank's votes, 1 or 0, for ``agreed_stop`` and of its callbacks."""
         received = self._request.received if self._request else None
         limit = self._train.max_seconds
         out_of_time = limit is not None and time.perf_counter() - self._started > limit
         return [float(received == number.name) for number in STOP_SIGNALS] + [
-            float(out_of_time)
+            float(out_of_time),
+            *self._callbacks.votes(),
         ]
 
     def record(self, step: int, votes: Sequence[float], skipped: SkippedSteps) -> None:
         """Decide after a step, from its votes summed over ranks and the steps skipped so far."""
         if self.stop is None:
-            self.stop = agreed_stop(self._train, votes, skipped) or self._at_end(step)
+            count = len(STOP_SIGNALS) + 1
+            self.stop = agreed_stop(self._train, votes[:count], skipped)
+            reason = self._callbacks.stop_reason(votes[count:])
+            if self.stop is None and reason is not None:
+                self.stop = Stop(reason)
+            self.stop = self.stop or self._at_end(step)
 
     def _at_end(self, step: int) -> Stop | None:
         return Stop("all steps done") if step >= self._train.steps else None

@@ -26,6 +26,7 @@ from fsdptoys.patches import apply_patches
 from fsdptoys.profiler import Profiler, explain_out_of_memory
 
 from .build import build_stepper, build_world
+from .callbacks import Callbacks, chosen_callbacks
 from .distributed import deterministic_kernels
 from .evaluation import held_out_losses
 from .forward_backward import forward_backward
@@ -71,7 +72,8 @@ class Trainer:
         self.data = StepData(config, self.parallel_model)
 
         self.steps_done = 0
-        self.stopping = Stopping(config.train)
+        self.callbacks = Callbacks(chosen_callbacks(config))
+        self.stopping = Stopping(config.train, self.callbacks)
         self.readings = StepReadings(
             config,
             self.parallel_model,
@@ -223,6 +225,7 @@ class Trainer:
             "data": self.data.batches.state_dict(),
             "global_batch": self.data.batches.global_batch,
             "optimizer_steps": self.stepper.steps_taken,
+            "callbacks": self.callbacks.state_dict(),
             **self.readings.state_dict(),
         }
 
@@ -254,9 +257,12 @@ class Trainer:
         on_step: Callable[[StepMetrics], None] | None,
     ) -> None:
         for metrics in steps:
-            self.history.append(metrics.without_counts())
-            if on_step:
-                on_step(metrics)
+            try:
+                metrics.added.update(self.callbacks.after_step(metrics))
+            finally:  # a step that has been taken is recorded, whatever a callback does
+                self.history.append(metrics.without_counts())
+                if on_step:
+                    on_step(metrics)
 
     def _enter(self, step: int, phase: str) -> None:
         self._phase = phase
