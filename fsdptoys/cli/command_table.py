@@ -22,6 +22,30 @@ def _job(option: str, text: str) -> str:
     return text
 
 
+def _add_files(parser: Parser) -> None:
+    """Add the options of files, which every command that takes settings has."""
+    parser.value(
+        "--config FILE",
+        "settings of a YAML file, or of a run's folder; may be repeated, and settings on the "
+        "command line win",
+        "mine.yaml",
+        action="append",
+        default=[],
+    )
+    add_config_dir(parser)
+
+
+def add_config_dir(parser: Parser) -> None:
+    """Add ``--config-dir``, which ``main`` takes from every command."""
+    parser.value(
+        "--config-dir DIR",
+        "folder with own files of groups, as DIR/model/mine.yaml; may be repeated; ./configs "
+        "is one",
+        "configs",
+        action="append",
+    )
+
+
 @functools.cache
 def make_parsers() -> tuple[Parser, dict[str, Parser]]:
     """Return the root parser, and each command's parser; a command's name may have two words."""
@@ -58,13 +82,14 @@ def make_parsers() -> tuple[Parser, dict[str, Parser]]:
         return parsers[name]
 
     train = add(
-        "train [GROUP=CHOICE ...] [KEY=VALUE ...] [--cfg job]",
+        "train [GROUP=CHOICE ...] [KEY=VALUE ...] [--config FILE ...] [--cfg job]",
         "start one rank per device (two on a CPU) and train; under torchrun, run as one of its "
         "ranks",
         page=train_keys,
         strict=False,
     )
     train.value("--cfg job", "print the composed configuration and exit", type=_job)
+    _add_files(train)
 
     sweep = add(
         "sweep [NAME] [KEY=VALUE,VALUE ...] [GROUP=CHOICE,CHOICE ...] [options]\ntrain -m ...",
@@ -100,6 +125,7 @@ them here.
         "--retry",
         "with --resume, repeat jobs that failed, ran out of memory or ran out of time",
     )
+    _add_files(sweep)
     plan = add(
         "plan [GROUP=CHOICE ...] [KEY=VALUE ...] [--json]",
         "predict memory and time of a run on hardware you do not have",
@@ -111,6 +137,7 @@ on a fake device, without memory or kernels.
         strict=False,
     )
     plan.flag("--json", "all numbers, for programs")
+    _add_files(plan)
     search = add(
         "plan search [GROUP=CHOICE ...] [KEY=VALUE ...] [--json] [--png FILE]",
         "find the fastest configuration that fits",
@@ -123,6 +150,7 @@ printed rows.
     )
     search.flag("--json", "all numbers, for programs")
     search.value("--png FILE", "plot memory against time")
+    _add_files(search)
     add(
         "plan calibrate RUN_DIR ... [hardware=NAME] [out=FILE]",
         "fit a hardware profile to measured runs",
@@ -190,6 +218,7 @@ counted on models without memory.
 """,
     )
     models.flag("--json", "exact numbers, as a list of objects")
+    add_config_dir(models)
 
     add(
         "new KIND NAME",

@@ -19,6 +19,7 @@ from fsdptoys.launch.exit_record import ExitRecord, write_exit_record
 from fsdptoys.utils.console_stream import install_streams, let_stdout_end, lost_output
 from fsdptoys.utils.text import near_miss, print_status
 
+from .config_dirs import take_config_dirs
 from .system_errors import (
     check_current_folder,
     explain_autoload,
@@ -146,7 +147,8 @@ def _run(argv: list[str]) -> int:
     ):
         command = "sweep"
         argv = [word for word in argv if word not in MULTIRUN]
-    is_help = any(word in ("-h", "--help") for word in argv) or not (
+    argv = take_config_dirs(command, argv)
+    if any(word in ("-h", "--help") for word in argv) or not (
         argv or command in ("train", "plan", "models")
     )
     if imports or not is_help:

@@ -22,6 +22,8 @@ from rich.console import Console
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config
+from fsdptoys.config.settings import Settings, read_settings
+from fsdptoys.config.sources import without_equal
 from fsdptoys.device import GIB
 from fsdptoys.device.profile import Hardware
 from fsdptoys.errors import ConfigError
@@ -139,7 +141,14 @@ def _run(argv: Sequence[str]) -> int:
             },
         )
     options = parse("plan", argv)
-    overrides = options.arguments
+    settings = read_settings(options.config, options.arguments)
+    settings = settings.without("plan.predict", "plan.rows")
+    settings.tell()
+    with settings.named():
+        return _predict(settings.words, options.json)
+
+
+def _predict(overrides: list[str], as_json: bool) -> int:
     _refuse(overrides, "plan.predict", "plan.rows")
     if any(word.partition("=")[0] == "--png" for word in overrides):
         raise ConfigError(
@@ -167,7 +176,7 @@ def _run(argv: Sequence[str]) -> int:
         fast_estimate, hardware=hardware, world_size=world_size
     )
     advice = advise(run.config, estimate, prediction, run.memory_bytes, node_ranks)
-    if options.json:
+    if as_json:
         limit = {
             "memory_limit_bytes": run.memory_bytes,
             "advice": advice_to_dict(advice),
@@ -180,9 +189,22 @@ def _run(argv: Sequence[str]) -> int:
 
 def _search(argv: Sequence[str]) -> int:
     options = parse("plan search", argv)
-    _refuse(options.arguments, "plan.predict")
-    run = compose_hypothetical(options.arguments, searches=True)
-    picture = Path(options.png) if options.png is not None else None
+    settings = read_settings(options.config, options.arguments)
+    settings = settings.without("plan.predict")
+    settings.tell()
+    with settings.named():
+        return _search_settings(settings, options.json, options.png)
+
+
+def _search_settings(settings: Settings, as_json: bool, png: str | None) -> int:
+    _refuse(settings.words, "plan.predict")
+    overrides = settings.words
+    if names_training(overrides):
+        overrides = without_equal(settings)
+        if not names_training(overrides):
+            overrides.insert(0, "experiment=null")
+    run = compose_hypothetical(overrides, searches=True)
+    picture = Path(png) if png is not None else None
     if picture is not None:
         check_output(picture, "--png", "plan.png", [".png"])
     result = search(
@@ -195,7 +217,7 @@ def _search(argv: Sequence[str]) -> int:
         host_memory_bytes=run.hardware.host_memory_bytes.value,
     )
     limits = caveats(result.best.config, run.hardware, run.world_size)
-    if options.json:
+    if as_json:
         print(json.dumps(search_to_dict(result, limits), indent=2))
     else:
         print_search(result, run.config.plan.rows, limits, Console())
@@ -204,9 +226,7 @@ def _search(argv: Sequence[str]) -> int:
             f"{run.config.model.name} on {run.world_size} ranks, {run.hardware.title}"
         )
         draw_frontier(picture, title, result)
-        print(
-            f"fsdptoys: memory against time is drawn in {options.png}", file=sys.stderr
-        )
+        print(f"fsdptoys: memory against time is drawn in {png}", file=sys.stderr)
     return 0
 
 

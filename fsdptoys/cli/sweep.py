@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from fsdptoys.config.settings import Settings, read_settings
 from fsdptoys.errors import ConfigError
 from fsdptoys.imports import import_options
 from fsdptoys.report.runs_table import gather
@@ -23,7 +24,10 @@ from fsdptoys.utils.text import near_miss
 
 from .commands import parse
 
-SWEEP_OPTIONS = ("--dry-run", "--retry", "--resume", "--out", "--time-limit")
+SWEEP_OPTIONS = (
+    *("--dry-run", "--retry", "--resume", "--out", "--time-limit"),
+    *("--config", "--config-dir"),
+)
 
 
 def sweep_command(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
@@ -34,15 +38,22 @@ def sweep_command(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
             f"it as one of several; write {shlex.join(['fsdptoys', 'sweep', *argv])} "
             f"launch.nproc_per_node={os.environ['WORLD_SIZE']}, without torchrun"
         )
-    return run_sweep(read_arguments(argv), make_tables, train)
+    arguments, settings = _read(argv)
+    settings.tell()
+    with settings.named():
+        return run_sweep(arguments, make_tables, train)
 
 
 def read_arguments(argv: Sequence[str]) -> SweepArguments:
-    """Parse the arguments after ``fsdptoys sweep``.
+    """Parse the arguments after ``fsdptoys sweep``; those of files become overrides.
 
     Raises:
         ConfigError: for an unknown option, one without a value, or incompatible options.
     """
+    return _read(argv)[0]
+
+
+def _read(argv: Sequence[str]) -> tuple[SweepArguments, Settings]:
     options = parse("sweep", _join_resume(argv))
     for word in options.arguments:
         near = near_miss(word.partition("=")[0], SWEEP_OPTIONS)
@@ -60,9 +71,13 @@ def read_arguments(argv: Sequence[str]) -> SweepArguments:
         raise ConfigError(
             "--retry repeats failed jobs, which a new sweep does not have; add --resume"
         )
-    return dataclasses.replace(
-        split_arguments(options.arguments),
-        command=shlex.join(["fsdptoys", "sweep", *import_options(), *argv]),
+    words = options.arguments
+    has_name = bool(words) and "=" not in words[0] and not words[0].startswith("-")
+    settings = read_settings(options.config, words[has_name:])
+    split = split_arguments([*words[:has_name], *settings.words])
+    arguments = dataclasses.replace(
+        split,
+        command=shlex.join(["fsdptoys", "sweep", *argv]),
         resume=resume,
         resume_dir=Path(options.resume_dir) if options.resume_dir is not None else None,
         out=Path(options.out) if options.out is not None else None,
@@ -70,6 +85,7 @@ def read_arguments(argv: Sequence[str]) -> SweepArguments:
         dry_run=options.dry_run,
         retry=options.retry,
     )
+    return arguments, settings
 
 
 def _join_resume(argv: Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ import yaml
 from fsdptoys.config.overrides import SeveralValuesError
 from fsdptoys.config.saved import read_tree
 from fsdptoys.config.schema import Config
+from fsdptoys.config.settings import read_settings
 from fsdptoys.errors import ConfigError
 from fsdptoys.imports import explain_missing
 from fsdptoys.launch.hardware import profile_of_this_machine, set_allocator
@@ -30,8 +31,11 @@ def train_command(argv: list[str]) -> int:
     # -c is Hydra's short form of --cfg; as an argparse option, it would take every word that begins
     # with -c.
     options = parse("train", [re.sub("^-c(?==|$)", "--cfg", word) for word in argv])
+    settings = read_settings(options.config, options.arguments)
+    settings.tell()
     try:
-        return _train(options.arguments, options.cfg)
+        with settings.named():
+            return _train(settings.words, options.cfg)
     except SeveralValuesError as error:
         argv = [
             error.corrected if word == error.word else word

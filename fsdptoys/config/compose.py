@@ -25,6 +25,7 @@ from fsdptoys.register import live_cache, registered
 from fsdptoys.utils.bounds import check_home, check_text
 
 from .choices import list_choices
+from .group_files import EXPERIMENT, GroupFile, find_own_files
 from .option_values import SWITCHED_CHOICES, read_value
 from .overrides import check_groups, check_names, check_values, parse_overrides
 from .schema import SCHEMAS, Config
@@ -137,6 +138,7 @@ def compose_presets(names: Sequence[str]) -> list[ModelConfig]:
     """
     _register_schemas()
     overrides = [f"+model@preset{index}={name}" for index, name in enumerate(names)]
+    _store_files(find_own_files(overrides))
     try:
         with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
             tree = hydra.compose(overrides=overrides)
@@ -150,13 +152,22 @@ def compose_presets(names: Sequence[str]) -> list[ModelConfig]:
     return [config for config in configs if isinstance(config, ModelConfig)]
 
 
-@live_cache
 def _compose_groups(
     groups: tuple[str, ...],
 ) -> tuple[DictConfig, dict[str, str | None]]:
     """Return the tree of the given choices (cached: copy before writing), and all choices. Takes
     about 0.5 s."""
+    files = find_own_files(groups)
     _register_schemas()
+    _store_files(files)
+    return _compose_stored(groups, repr(files))
+
+
+@functools.cache
+def _compose_stored(
+    groups: tuple[str, ...], own_files: str
+) -> tuple[DictConfig, dict[str, str | None]]:
+    """Compose choices; ``own_files`` are the contents of own ones, so that a change is seen."""
     # Hydra refuses null for a group whose default is null already.
     overrides = [override for override in groups if override != "experiment=null"]
     try:
@@ -238,6 +249,19 @@ def _register_schemas() -> None:
         for name, schema in registered(group).items():
             # A choice without a YAML file
             store.store(group=group, name=name, node=schema, provider="fsdptoys")
+
+
+def _store_files(files: Sequence[GroupFile]) -> None:
+    """Store own files where Hydra finds them."""
+    store = ConfigStore.instance()
+    for file in files:
+        store.store(
+            group=file.group,
+            name=file.name,
+            node=OmegaConf.create(file.node),
+            package="_global_" if file.group == EXPERIMENT else None,
+            provider="own files",
+        )
 
 
 def _one_line(error: Any) -> str:

@@ -162,9 +162,7 @@ _TABLE = {
     "dataset=text dataset=bin dataset=hf dataset=prepared dataset=synthetic": "data=*",
     "files train_file train_files data_path dataset_path data_dir": "data=text data.files=[*]",
     # Run directory and checkpoints.
-    "config config_file config_name": (
-        "settings are arguments and files of configs: experiment=cpu_text"
-    ),
+    "config config_file config_name": "files of settings have an option: --config *",
     "run_name exp_name wandb_run_name": "metrics.run_dir=runs/*",
     "state_dict_type fsdp_state_dict_type": "checkpoint.form=sharded",
     "state_dict_type=full_state_dict fsdp_state_dict_type=full_state_dict": "checkpoint.form=full",

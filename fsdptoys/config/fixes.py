@@ -16,7 +16,13 @@ from fsdptoys.utils.bounds import bounds_of
 from fsdptoys.utils.options import default_of
 from fsdptoys.utils.text import near_miss
 
-from .choices import list_choices, list_defaults, schema_name
+from .choices import (
+    built_in_names,
+    list_choices,
+    list_defaults,
+    own_schemas,
+    schema_name,
+)
 from .familiar_names import find_familiar
 from .option_values import SWITCHES, Option, example, mismatch, read_value
 
@@ -109,12 +115,19 @@ def list_options(schema: type, prefix: str) -> dict[str, Option]:
     return options
 
 
-@live_cache
 def all_options(
     chosen: tuple[tuple[str, str | None], ...],
 ) -> tuple[dict[str, Option], dict[str, str]]:
     """Return all keys of all choices, and key → the words before it that choose what has it, unless
     chosen already."""
+    return _all_options(chosen, tuple(own_schemas().items()))
+
+
+@functools.cache
+def _all_options(
+    chosen: tuple[tuple[str, str | None], ...],
+    own: tuple[tuple[tuple[str, str], str], ...],
+) -> tuple[dict[str, Option], dict[str, str]]:
     from .schema import (  # imports torch, which help does without
         ROOT_OPTIONS,
         SCHEMAS,
@@ -123,15 +136,20 @@ def all_options(
 
     options = dict(ROOT_OPTIONS)
     needed = dict[str, str]()
-    choices = list_choices()
+    schemas = dict(own)
     first_choices = list_defaults() | dict(chosen)
     for section, kind in typing.get_type_hints(Config).items():
         if section in SCHEMAS:
             first = str(first_choices[section])
-            for choice in (first, *choices[section]):
-                of_choice = list_options(
-                    SCHEMAS[section][schema_name(section, choice)], section
-                )
+            names = sorted(
+                {
+                    *built_in_names(section),
+                    *(name for group, name in schemas if group == section),
+                }
+            )
+            for choice in (first, *names):
+                schema = schemas.get((section, choice)) or schema_name(section, choice)
+                of_choice = list_options(SCHEMAS[section][schema], section)
                 new = [key for key in of_choice if key not in options]
                 options |= {key: of_choice[key] for key in new}
                 needed |= {

@@ -20,7 +20,7 @@ from fsdptoys.errors import ConfigError, UnusedKeyError
 from fsdptoys.utils.bounds import check_text
 from fsdptoys.utils.text import near_miss, one_line, value_text
 
-from .choices import Choices, explain_file, list_choices, list_defaults
+from .choices import BASE, Choices, explain_file, list_choices, list_defaults
 from .familiar_names import find_familiar
 from .fixes import Fix, all_options, find_fix
 from .option_values import SWITCHES, Option, example, mismatch, one_of, read_value
@@ -163,10 +163,7 @@ def without_dashes(
     key, equals, value = word.partition("=")
     follows = later[0] if later and not re.search("^-|=", later[0]) else None
     if file := explain_file(value or follows or "", command=command):
-        return (
-            f"{key} {value or follows} is not an option, since a run is composed from named "
-            f"files; {file}"
-        )
+        return f"{key} {value or follows} is not an option; {file}"
     fix = find_fix(key.lstrip("-"), value if equals else follows, chosen)
     clause = fix.clause("write", command) if fix is not None else HELP
     return (
@@ -187,6 +184,8 @@ def check_groups(overrides: Sequence[Override]) -> None:
         names = choices[group]
         if choice in names or (choice is None and group == "experiment"):
             continue
+        if str(choice).startswith(BASE) and _is_schema(group, str(choice)):
+            continue
         word = str(choice).lower()
         if file := explain_file(str(choice), group):
             raise ConfigError(
@@ -206,6 +205,13 @@ def check_groups(overrides: Sequence[Override]) -> None:
         )
         or_null = " or null" if group == "experiment" else ""
         raise ConfigError(f"{argument} must be {listed}{or_null}; {fix}")
+
+
+def _is_schema(group: str, choice: str) -> bool:
+    """Return whether a choice is a schema itself, as of a recorded model without a preset."""
+    from .schema import SCHEMAS
+
+    return choice.removeprefix(BASE) in SCHEMAS.get(group, {})
 
 
 def _refuse_sign(override: Override) -> None:

@@ -128,6 +128,23 @@ def parse_yaml(text: "str | bytes") -> Any:
         raise ForeignError(one_line(error)) from None
 
 
+def yaml_lines(text: "str | bytes") -> dict[tuple[str, ...], int]:
+    """Map the path of each key of nested mappings to its line; 1 is the first.
+
+    Args:
+        text: what ``parse_yaml`` has accepted.
+    """
+    lines: dict[tuple[str, ...], int] = {}
+    queue: list[tuple[tuple[str, ...], Any]] = [((), yaml.compose(text, _LibYaml))]
+    while queue:
+        path, node = queue.pop()
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode):
+                lines[(*path, key.value)] = key.start_mark.line + 1
+                queue.append(((*path, key.value), value))
+    return lines
+
+
 def check_depth(tree: Any, max_depth: int = MAX_DEPTH) -> None:
     """Check that a tree of dicts and lists has at most ``max_depth`` levels, so that recursion is
     safe."""
