@@ -1,5 +1,5 @@
-"""Write the keys of ``configs/`` with their defaults, ``docs/options.md``, and the keys of
-``fsdptoys train --help``, from the config dataclasses.
+"""Write the keys of ``configs/`` with their defaults, ``docs/options.md``, the keys of ``fsdptoys
+train --help`` and those that shells complete, from the config dataclasses.
 
 ``--check`` writes nothing, and exits with status 1 if a file would change. Presets
 (``configs/model``, ``configs/experiment``, ``configs/metrics/wandb.yaml``, ...) set only some keys
@@ -360,6 +360,35 @@ def help_keys() -> str:
     return "\n".join(lines) + "\n"
 
 
+def completion_lines() -> str:
+    """The keys that a shell completes: key, the choices that have it, and its values, separated by
+    tabs."""
+    lines = [f"{key.name}\t\t" for key in root_keys()]
+    choices = list_choices()
+    for section, kind in typing.get_type_hints(Config).items():
+        if not dataclasses.is_dataclass(kind):
+            continue
+        keys = {key.name: key for key in keys_of(kind)}  # type: ignore[arg-type]
+        shared = set(keys)
+        owners: dict[str, list[str]] = {}
+        for name, schema in SCHEMAS.get(section, {}).items():
+            names = [
+                choice
+                for choice in choices[section]
+                if schema_name(section, choice) == name
+            ]
+            for key in keys_of(schema):
+                keys.setdefault(key.name, key)
+                owners.setdefault(key.name, []).extend(names)
+        for name, key in keys.items():
+            of = [] if name in shared else owners.get(name, [])
+            values = [member.name for member in key.enum] if key.enum else []
+            values += ["true", "false"] * (key.annotation is bool)
+            values += ["null"] * (type(None) in typing.get_args(key.annotation))
+            lines.append(f"{section}.{name}\t{','.join(of)}\t{','.join(values)}")
+    return "\n".join(lines) + "\n"
+
+
 def plain_doc(kind: type) -> str:
     """A class's docstring without quotes."""
     return read_docs(kind).doc.replace("`", "")
@@ -371,6 +400,7 @@ def generated_files() -> dict[Path, str]:
         ROOT / "configs" / "config.yaml": root_file(),
         ROOT / "docs" / "options.md": options_page(),
         ROOT / "fsdptoys" / "cli" / "train_keys.txt": help_keys(),
+        ROOT / "fsdptoys" / "cli" / "completion_keys.txt": completion_lines(),
     }
     for group, schemas in SCHEMAS.items():
         for choice in schemas if group != "model" else ():

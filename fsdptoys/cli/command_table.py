@@ -8,6 +8,7 @@ import functools
 import re
 from typing import Any
 
+from .config_table import add_config_commands, add_config_dir, add_files
 from .data_table import add_data_commands
 from .help import plan_settings, sweep_lines, train_keys
 from .parser import Parser, number
@@ -20,30 +21,6 @@ def _job(option: str, text: str) -> str:
             f"{option}={text} must be job; write {option} job"
         )
     return text
-
-
-def _add_files(parser: Parser) -> None:
-    """Add the options of files, which every command that takes settings has."""
-    parser.value(
-        "--config FILE",
-        "settings of a YAML file, or of a run's folder; may be repeated, and settings on the "
-        "command line win",
-        "mine.yaml",
-        action="append",
-        default=[],
-    )
-    add_config_dir(parser)
-
-
-def add_config_dir(parser: Parser) -> None:
-    """Add ``--config-dir``, which ``main`` takes from every command."""
-    parser.value(
-        "--config-dir DIR",
-        "folder with own files of groups, as DIR/model/mine.yaml; may be repeated; ./configs "
-        "is one",
-        "configs",
-        action="append",
-    )
 
 
 @functools.cache
@@ -89,7 +66,7 @@ def make_parsers() -> tuple[Parser, dict[str, Parser]]:
         strict=False,
     )
     train.value("--cfg job", "print the composed configuration and exit", type=_job)
-    _add_files(train)
+    add_files(train)
 
     sweep = add(
         "sweep [NAME] [KEY=VALUE,VALUE ...] [GROUP=CHOICE,CHOICE ...] [options]\ntrain -m ...",
@@ -125,7 +102,7 @@ them here.
         "--retry",
         "with --resume, repeat jobs that failed, ran out of memory or ran out of time",
     )
-    _add_files(sweep)
+    add_files(sweep)
     plan = add(
         "plan [GROUP=CHOICE ...] [KEY=VALUE ...] [--json]",
         "predict memory and time of a run on hardware you do not have",
@@ -137,7 +114,7 @@ on a fake device, without memory or kernels.
         strict=False,
     )
     plan.flag("--json", "all numbers, for programs")
-    _add_files(plan)
+    add_files(plan)
     search = add(
         "plan search [GROUP=CHOICE ...] [KEY=VALUE ...] [--json] [--png FILE]",
         "find the fastest configuration that fits",
@@ -150,7 +127,7 @@ printed rows.
     )
     search.flag("--json", "all numbers, for programs")
     search.value("--png FILE", "plot memory against time")
-    _add_files(search)
+    add_files(search)
     add(
         "plan calibrate RUN_DIR ... [hardware=NAME] [out=FILE]",
         "fit a hardware profile to measured runs",
@@ -231,6 +208,7 @@ strategy, writer and callback. fsdptoys train --import ./NAME.py uses the file a
     add_weights_commands(add)
     add_data_commands(add)
     add_checkpoint_commands(add)
+    add_config_commands(add)
 
     usages = [
         re.sub(r"fsdptoys train -m \.\.\.", "", parser.usage or "").strip()

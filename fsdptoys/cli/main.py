@@ -129,6 +129,10 @@ def _explain_missing_command(word: str, later: list[str]) -> str:
 
 
 def _run(argv: list[str]) -> int:
+    if argv[:1] == ["completion"] and argv[1:2] not in ([], ["-h"], ["--help"]):
+        from .completion import completion_command
+
+        return completion_command(argv[1:])
     argv, imports = take_imports(argv)
     if argv[:1] == ["--version"]:
         print(f"fsdptoys {__version__}")

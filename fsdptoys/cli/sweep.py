@@ -16,6 +16,7 @@ from fsdptoys.report.runs_table import gather
 from fsdptoys.report.table import make_table
 from fsdptoys.report.table_export import to_csv, to_json, to_markdown
 from fsdptoys.report.table_terminal import print_table
+from fsdptoys.sweep.axes import SET_BY_SWEEP
 from fsdptoys.sweep.definition import is_file_name
 from fsdptoys.sweep.run_sweep import SweepArguments, run_sweep, split_arguments
 from fsdptoys.sweep.runner import TRAIN, print_line
@@ -74,6 +75,7 @@ def _read(argv: Sequence[str]) -> tuple[SweepArguments, Settings]:
     words = options.arguments
     has_name = bool(words) and "=" not in words[0] and not words[0].startswith("-")
     settings = read_settings(options.config, words[has_name:])
+    settings = settings.without_defaults(*SET_BY_SWEEP)
     split = split_arguments([*words[:has_name], *settings.words])
     arguments = dataclasses.replace(
         split,

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.text import counted, print_status
+from fsdptoys.utils.text import counted, print_status, value_text
 
 from .choices import BASE, list_choices
-from .fixes import list_options
+from .fixes import all_options, list_options
+from .option_values import Option
 from .yaml_settings import Setting, YAMLFile, override_text, read_sections
 
 CONFIG_FILE = "config.yaml"
@@ -60,6 +61,19 @@ class Settings:
             setting
             for setting in self.settings
             if not setting.place or setting.key not in keys
+        ]
+        return Settings(settings, self.replaced)
+
+    def without_defaults(self, *keys: str) -> "Settings":
+        """Return the settings without those of files that set one of some keys to its default, as a
+        printed configuration does."""
+        options, _ = all_options(())
+        settings = [
+            setting
+            for setting in self.settings
+            if not setting.place
+            or setting.key not in keys
+            or setting.word != f"{setting.key}={_default_text(options[setting.key])}"
         ]
         return Settings(settings, self.replaced)
 
@@ -121,6 +135,10 @@ def read_settings(files: Sequence[str], overrides: Sequence[str]) -> Settings:
         ]
         merged += source
     return Settings(merged, replaced)
+
+
+def _default_text(option: Option) -> str:
+    return value_text(option.default, quote=True)
 
 
 def read_file(name: str) -> list[Setting]:

@@ -6,13 +6,15 @@ from typing import Any
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.foreign import parse_yaml
 
-from .choices import BASE, find_file, list_choices
+from .choices import BASE, find_file, list_choices, list_defaults
 from .compose import Composition, compose, compose_config
 from .schema import Config
 from .settings import Settings
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
+ABSENT = object()
+"""In place of the value of a key that a configuration does not have."""
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -52,12 +54,18 @@ def find_sources(
         if key in places:
             sources[key] = places[key]
         elif is_choice and section in groups:
-            sources[key] = places.get(section, added.get(section, DEFAULT))
+            choice = composition.choices[section]
+            by_default = choice == list_defaults()[section]
+            chosen = DEFAULT if by_default else f"{section}={choice}"
+            sources[key] = places.get(section, chosen)
         elif key in added:
             sources[key] = "chosen for this machine"
         elif value != composed.get(key):
             sources[key] = f"resolved from {_text(composed.get(key))}"
-        elif key in by_file:
+        elif key in by_file and not (
+            value == defaults.get(key)
+            and by_file[key] == f"{section}={list_defaults()[section]}"
+        ):
             sources[key] = by_file[key]
         else:
             sources[key] = DEFAULT if value == defaults.get(key, value) else "resolved"
@@ -76,7 +84,10 @@ def _values_of_files(composition: Composition) -> dict[str, str]:
         own_keys: dict[str, str] = {}
         while names:
             name = names.pop()
-            tree = parse_yaml(find_file(group, name).read_text(encoding="utf-8"))
+            path = find_file(group, name)
+            if not path.is_file():  # a class that own code has registered
+                continue
+            tree = parse_yaml(path.read_text(encoding="utf-8"))
             entries = tree.pop("defaults")
             prefix = "" if group == "experiment" else f"{group}."
             for key in flatten(tree, prefix):
@@ -120,12 +131,12 @@ def without_equal(settings: Settings) -> list[str]:
 
 
 def differences(first: Config, second: Config) -> list[tuple[str, Any, Any]]:
-    """Return the keys in which two configurations differ, with their values; None for a key that
-    one lacks."""
+    """Return the keys in which two configurations differ, with both values; ``ABSENT`` for a key
+    that one lacks."""
     values = flatten(first.to_dict())
     others = flatten(second.to_dict())
     return [
-        (key, values.get(key), others.get(key))
+        (key, values.get(key, ABSENT), others.get(key, ABSENT))
         for key in dict.fromkeys([*values, *others])
-        if values.get(key) != others.get(key)
+        if values.get(key, ABSENT) != others.get(key, ABSENT)
     ]
