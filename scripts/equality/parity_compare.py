@@ -1,24 +1,16 @@
 """Differences between a training run and a reference: losses, gradients by kind of parameter,
-norms, parameters.
-
-Each rank compares the elements that it has with its shard of the reference, so that nothing is
-gathered and replicas are compared too; one all-reduce of a few sums a run follows.
-"""
+norms, parameters, from the sums of ``fsdptoys.verify.measure``."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import distribute_tensor
 
-from fsdptoys.utils.dtensor import is_dtensor
+from fsdptoys.verify.measure import Arrays, Sums
 
 NOISE = 1e-4
 """Share of the norm of all gradients up to which a gradient counts as rounding: a bias of keys has
@@ -26,13 +18,6 @@ none but this."""
 KINDS = ("embedding", "attention", "mlp", "experts", "router", "norms", "head")
 PARAMETERS = 0
 """In place of a step: the final parameters."""
-
-Arrays = dict[str, npt.NDArray[np.float32]]
-"""Name of a parameter → values; not tensors, whose memory would end with the rank that sends
-them."""
-NamedTensors = Iterable[tuple[str, Tensor]]
-"""Names of parameters, with full tensors or DTensors."""
-
 
 @dataclass
 class Trajectory:
@@ -53,72 +38,6 @@ class Trajectory:
         }
         return grads | {
             (PARAMETERS, name): param for name, param in self.parameters.items()
-        }
-
-
-def arrays(tensors: NamedTensors) -> Arrays:
-    """Copies of full tensors in host memory."""
-    return {
-        name: tensor.detach().to("cpu", torch.float32, copy=True).numpy()
-        for name, tensor in tensors
-    }
-
-
-class Sums(NamedTuple):
-    """A tensor against the reference: sums over all elements that the ranks have, copies
-    included."""
-
-    elements: float
-    unequal: float
-    """Ranks on which some element differs."""
-    differences: float
-    """Squares of differences."""
-    squares: float
-
-
-class Measure:
-    """Compares tensors with a reference as a run passes them on."""
-
-    def __init__(self, reference: Trajectory) -> None:
-        self._expected = {
-            key: torch.from_numpy(values) for key, values in reference.tensors().items()
-        }
-        self._rows = {key: row for row, key in enumerate(self._expected)}
-        self._sums = torch.zeros(
-            len(self._expected), len(Sums._fields), dtype=torch.float64
-        )
-
-    @torch.no_grad()
-    def add(self, step: int, tensors: NamedTensors) -> None:
-        """Compare the gradients of a step, or the final ``PARAMETERS``."""
-        for name, tensor in tensors:
-            expected = self._expected[step, name]
-            if is_dtensor(tensor):
-                mesh = tensor.device_mesh
-                placements = tensor.placements
-                expected = distribute_tensor(
-                    expected, mesh, placements, src_data_rank=None
-                ).to_local()
-                tensor = tensor.to_local()
-            actual = tensor.detach().to("cpu", torch.float32)
-            sums = self._sums[self._rows[step, name]]
-            sums[0] += actual.numel()
-            if not torch.equal(actual, expected):
-                of_both = [
-                    (actual - expected).double().square().sum(),
-                    actual.double().square().sum(),
-                ]
-                sums[1:] += torch.stack([torch.ones((), dtype=torch.float64), *of_both])
-            else:
-                sums[3] += actual.double().square().sum()
-
-    def total(self) -> dict[tuple[int, str], Sums]:
-        """Add up the sums over ranks. A collective if there are several."""
-        if dist.is_initialized():
-            dist.all_reduce(self._sums)
-        return {
-            key: Sums(*sums)
-            for key, sums in zip(self._expected, self._sums.tolist(), strict=True)
         }
 
 

