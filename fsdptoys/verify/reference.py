@@ -1,10 +1,14 @@
 """The plain loop's numbers, and how far its rounding takes them from a wider computation.
 
 Rounding is measured, not chosen. The plain loop runs once more in float64 (in float32 for bfloat16),
-and the distance between both is the rounding error of the narrow computation. Another computation
-in the same dtype has an error of the same size, and so differs from the first by at most twice
-that.
+and the distance between both is the rounding error of the narrow computation. Rounding errors
+behave like independent random numbers around 0 (Higham and Mary, A new approach to probabilistic
+rounding error analysis, 2019), so two computations in one dtype differ by sqrt(2) of that on
+average. ``DEVIATIONS`` such standard deviations, which rounding exceeds once in 500 million times,
+are allowed.
 """
+
+import math
 
 from dataclasses import dataclass
 
@@ -18,6 +22,9 @@ from .plain import Split, Trajectory, train_plain
 
 NEGLIGIBLE = 1e-4
 """Share of the norm of all gradients to which differences of a smaller gradient are relative."""
+DEVIATIONS = 6
+ALLOWED = DEVIATIONS * math.sqrt(2)
+"""Allowed difference of two computations, in units of the rounding error of one."""
 UNIT = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8}
 """Relative distance of two neighbors in a dtype."""
 
@@ -34,7 +41,7 @@ class Reference:
     """Of each tensor: the norm of its difference from the wider computation, relative to
     ``sizes``."""
     worst: dict[tuple[int, str], float]
-    """Step and kind → the largest of its tensors, without those that are rounding alone."""
+    """Step and kind → the largest of tensors so far, without those that are rounding alone."""
     sizes: dict[Key, float]
     """Norm of each tensor; of a gradient at least ``NEGLIGIBLE`` of all gradients."""
     noise: set[str]
@@ -49,8 +56,8 @@ class Reference:
         kind, _, name = label.rpartition(" ")
         own = self.rounding[key]
         if name in self.noise:
-            return 2 * max(own, self.unit, self._moved(key, name))
-        return 2 * max(own, self.worst.get((step, kind), 0.0), self.unit)
+            return max(ALLOWED * max(own, self.unit), 2 * self._moved(key, name))
+        return ALLOWED * max(own, self.worst.get((step, kind), 0.0), self.unit)
 
     def _moved(self, key: Key, name: str) -> float:
         """How far updates in a direction of chance have moved a parameter, relative to its norm."""
@@ -63,12 +70,12 @@ class Reference:
     @property
     def allowed_loss(self) -> float:
         """Relative difference of a loss that rounding explains."""
-        return 2 * max(self.loss_rounding, self.unit)
+        return ALLOWED * max(self.loss_rounding, self.unit)
 
     @property
     def allowed_norm(self) -> float:
         """Likewise of a gradient norm."""
-        return 2 * max(self.norm_rounding, self.unit)
+        return ALLOWED * max(self.norm_rounding, self.unit)
 
 
 def train_reference(config: Config, split: Split, device: torch.device) -> Reference:
@@ -96,21 +103,30 @@ def train_reference(config: Config, split: Split, device: torch.device) -> Refer
             size = max(size, NEGLIGIBLE * plain.norms[step - 1])
         sizes[key] = size
         rounding[key] = difference / max(size, 1e-30)
-    worst: dict[tuple[int, str], float] = {}
-    for (step, label), share in rounding.items():
-        kind, _, name = label.rpartition(" ")
-        if name not in noise:
-            worst[step, kind] = max(worst.get((step, kind), 0.0), share)
     return Reference(
         plain,
         largest_relative(plain.losses, wide.losses),
         largest_relative(plain.norms, wide.norms),
         rounding,
-        worst,
+        _worst_so_far(rounding, noise),
         sizes,
         noise,
         UNIT[dtype],
     )
+
+
+def _worst_so_far(
+    rounding: dict[Key, float], noise: set[str]
+) -> dict[tuple[int, str], float]:
+    """Return the largest rounding error of each kind of tensors up to each step."""
+    worst: dict[tuple[int, str], float] = {}
+    so_far: dict[str, float] = {}
+    for (step, label), share in sorted(rounding.items(), key=lambda item: item[0][0]):
+        kind, _, name = label.rpartition(" ")
+        if name not in noise:
+            so_far[kind] = max(so_far.get(kind, 0.0), share)
+        worst[step, kind] = so_far.get(kind, 0.0)
+    return worst
 
 
 def largest_relative(values: list[float], expected: list[float]) -> float:
