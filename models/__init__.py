@@ -11,10 +11,12 @@ from fsdptoys.register import registry
 
 from . import npu_kernels
 from .cache import KeyValueCache
-from .config import ModelConfig
+from .capabilities import ModelCapabilities
+from .config import ModelConfig, NativeConfig
 from .context import Context, FullSequences
-from .decoder import DecoderModel, ParameterCounts, use_context
+from .decoder import DecoderModel, NativeModel, ParameterCounts, use_context
 from .documents import attended_keys
+from .foreign import TransformersConfig
 from .gpt2 import GPT2Config
 from .huggingface import HuggingFaceFormat, Piece, whole
 from .llama import LlamaConfig
@@ -28,23 +30,21 @@ from .qwen3 import Qwen3Config
 from .qwen3_moe import Qwen3MoEConfig
 from .rotary import RotaryConfig
 
-MODELS: Mapping[str, type[ModelConfig]] = registry(
-    "model",
-    {
-        config.family: config
-        for config in (
-            LlamaConfig,
-            Llama4Config,
-            Qwen3Config,
-            Qwen3MoEConfig,
-            GPT2Config,
-        )
-    },
-)
-"""Name of a family → configuration class, also those that own code registers."""
+NATIVE_MODELS: dict[str, type[NativeConfig]] = {
+    config.family: config
+    for config in (LlamaConfig, Llama4Config, Qwen3Config, Qwen3MoEConfig, GPT2Config)
+}
+"""Name of a family of this package → configuration class."""
+
+MODELS: dict[str, type[ModelConfig]] = {
+    **NATIVE_MODELS,
+    TransformersConfig.family: TransformersConfig,
+}
+"""Name of a family → configuration class."""
 
 __all__ = [
     "MODELS",
+    "NATIVE_MODELS",
     "Context",
     "DecoderModel",
     "FullSequences",
@@ -55,7 +55,10 @@ __all__ = [
     "LlamaConfig",
     "MistralConfig",
     "MoEConfig",
+    "ModelCapabilities",
     "ModelConfig",
+    "NativeConfig",
+    "NativeModel",
     "Ops",
     "ParameterCounts",
     "Piece",
@@ -64,6 +67,7 @@ __all__ = [
     "Qwen3MoEConfig",
     "RotaryConfig",
     "Router",
+    "TransformersConfig",
     "attended_keys",
     "choose_ops",
     "npu_kernels",

@@ -22,6 +22,15 @@ class KeyValueCache:
     def __init__(self) -> None:
         self.length = 0
         self._keys_and_values: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._tokens_BT: Tensor | None = None
+
+    def add_tokens(self, tokens_BT: Tensor) -> Tensor:
+        """All tokens so far, for a model that keeps no keys and values."""
+        if self._tokens_BT is not None:
+            tokens_BT = torch.cat((self._tokens_BT, tokens_BT), dim=1)
+        self._tokens_BT = tokens_BT
+        self.length = tokens_BT.shape[1]
+        return tokens_BT
 
     def extend(
         self, attention: nn.Module, k_BGTK: Tensor, v_BGTK: Tensor

@@ -1,9 +1,13 @@
 """Settings that all model families share."""
 
+import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
+from .capabilities import ModelCapabilities
 from .checks import (
     MOST_CHANNELS,
     MOST_LAYERS,
@@ -14,10 +18,17 @@ from .checks import (
 )
 from .huggingface import HuggingFaceFormat
 
+T = TypeVar("T", bound="ModelConfig")
+
+ReadJSON = Callable[[Path], dict[str, Any]]
+
 
 @dataclass
 class ModelConfig(ABC):
-    """Shape and initialization of a model; its family adds the rest."""
+    """What every model has: a shape, and a way to build it.
+
+    The families of this package derive from ``NativeConfig``, whose fields are the shape.
+    """
 
     family: ClassVar[str]
     """Name of the family; its YAML files start from ``base_<family>``."""
@@ -26,6 +37,109 @@ class ModelConfig(ABC):
 
     name: str = ""
     """Name of the preset, for titles."""
+
+    @property
+    def capabilities(self) -> ModelCapabilities:
+        """What can be done with the model; all other settings are refused."""
+        return ModelCapabilities()
+
+    @property
+    @abstractmethod
+    def dim(self) -> int:
+        """Width of the residual stream."""
+
+    @property
+    @abstractmethod
+    def n_layers(self) -> int:
+        """Number of blocks."""
+
+    @property
+    @abstractmethod
+    def n_heads(self) -> int:
+        """Query heads."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+
+    @property
+    @abstractmethod
+    def max_seq_len(self) -> int:
+        """Longest sequence for the positions, in tokens."""
+
+    @property
+    @abstractmethod
+    def tie_embeddings(self) -> bool:
+        """Whether token embedding and head share one weight."""
+
+    @property
+    @abstractmethod
+    def init_from(self) -> str | None:
+        """Folder in Hugging Face format with the initial weights; None if they are drawn."""
+
+    @property
+    def head_width(self) -> int:
+        """Channels of a head."""
+        return self.dim // self.n_heads
+
+    @property
+    def needs_its_context(self) -> bool:
+        """Whether the weights belong to one ``max_seq_len``."""
+        return True
+
+    def read_files(self, read_json: ReadJSON) -> list[Path]:
+        """Read the files that the settings name, once all settings are known, and return them.
+
+        Args:
+            read_json: reads an object from a bounded, regular file.
+
+        Raises:
+            ValueError: with key, value and fix.
+        """
+        return []
+
+    def check(self) -> None:
+        """Check what can be checked only once the settings are complete, before anything is built.
+
+        Raises:
+            ValueError: with key, value and fix.
+        """
+        check_bounds(self)
+
+    def notes(self) -> list[str]:
+        """Return sentences that a run says at its start."""
+        return []
+
+    def with_settings(self: T, **settings: Any) -> T:
+        """Return a copy with other values of fields."""
+        return dataclasses.replace(self, **settings)
+
+    def implied(self) -> dict[str, int]:
+        """Values of null fields, as they follow from other fields."""
+        return {}
+
+    def is_cosmetic(self, key: str) -> bool:
+        """Whether a field does not change the function that the weights compute, given the other
+        settings."""
+        return key in (
+            "name",
+            "init_std",
+            "init_from",
+            "router_aux_loss_coef",
+            "router_z_loss_coef",
+        )
+
+    @abstractmethod
+    def build(self) -> Any:
+        """Construct the family's ``DecoderModel`` on the current default device (use
+        ``torch.device("meta")``)."""
+
+
+@dataclass
+class NativeConfig(ModelConfig):
+    """Shape and initialization of a model of this package; its family adds the rest."""
+
     dim: int = field(default=4096, metadata=at_least(1, MOST_CHANNELS))
     """Width of the residual stream."""
     n_layers: int = field(default=32, metadata=at_least(1, MOST_LAYERS))
@@ -54,33 +168,3 @@ class ModelConfig(ABC):
                 f"model.init_from={self.init_from!r} must name a folder; set "
                 "model.init_from=null to draw values"
             )
-
-    def implied(self) -> dict[str, int]:
-        """Values of null fields, as they follow from other fields."""
-        return {}
-
-    @property
-    def head_width(self) -> int:
-        """Channels of a head."""
-        return self.dim // self.n_heads
-
-    @property
-    def needs_its_context(self) -> bool:
-        """Whether the weights belong to one ``max_seq_len``."""
-        return True
-
-    def is_cosmetic(self, key: str) -> bool:
-        """Whether a field does not change the function that the weights compute, given the other
-        settings."""
-        return key in (
-            "name",
-            "init_std",
-            "init_from",
-            "router_aux_loss_coef",
-            "router_z_loss_coef",
-        )
-
-    @abstractmethod
-    def build(self) -> Any:
-        """Construct the family's ``DecoderModel`` on the current default device (use
-        ``torch.device("meta")``)."""

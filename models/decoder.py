@@ -7,7 +7,7 @@ blocks.
 Shapes: B batch, T sequence, D width, V vocabulary, N = B·T tokens.
 """
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .cache import KeyValueCache
-from .config import ModelConfig
+from .config import ModelConfig, NativeConfig
 from .context import FULL_SEQUENCES, Context
 from .documents import Documents, document_positions, mask_documents
 from .initial import normal
@@ -25,6 +25,8 @@ from .moe import MoE
 from .ops import Layer
 from .self_attention import Attention
 from .stages import Stage
+
+RowInitializer = Callable[[str, Tensor, torch.Generator], None]
 
 
 @dataclass(frozen=True)
@@ -54,18 +56,24 @@ class Constant(Protocol):
 
 class DecoderModel(Layer, ABC):
     """A causal language model; on the meta device it takes no memory until a strategy materializes
-    it."""
+    it.
 
+    This class is what strategies, planner and trainer know of any model.
+    """
+
+    config: ModelConfig
     embed_tokens: nn.Module
     """Token ids_BT → hidden_BTD."""
     layers: nn.ModuleList
-    """Blocks, each with the parts ``attn`` and ``mlp``."""
+    """Blocks, each a ``RunnableBlock``."""
     norm: nn.Module
     """Normalization before the head."""
     lm_head: nn.Module
     """``lm_head(hidden_BTD, labels_BT, loss_fn)``: logits, or the loss computed inside the head's
     own forward."""
-    chunk_lens: list[int | None]
+    parts: tuple[str, ...] = ("attn", "mlp")
+    """Names of a block's parts that can be units by themselves."""
+    chunk_lens: Sequence[int | None] = ()
     """Chunk lengths of the blocks' attentions, each once."""
     document_end: int | None = None
     """The id that ends every document, to keep documents apart (``documents``); None to attend
@@ -74,36 +82,13 @@ class DecoderModel(Layer, ABC):
     """Keeps this rank's part of the sequences."""
     constants: Sequence["Constant"] = ()
     """Tables that are made with the buffers."""
+    swaps_blocks: bool = False
+    """Whether modules of a block read parameters of one another."""
+    float32_modules: Sequence[str] = ()
+    """Names of modules that compute with float32 parameters whatever ``parallel.param_dtype``
+    says."""
 
-    def __init__(
-        self, config: ModelConfig, blocks: Sequence[Block], norm: nn.Module
-    ) -> None:
-        super().__init__()
-        self.config = config
-        attentions = (block.attn for block in blocks)
-        self.chunk_lens = list(
-            dict.fromkeys(
-                attn.chunk_len for attn in attentions if isinstance(attn, Attention)
-            )
-        )
-        self.embed_tokens = Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(blocks)
-        self.norm = norm
-        self.lm_head = LMHead(config.dim, config.vocab_size)
-        if config.tie_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
-
-    def embed(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
-        """Token ids to hidden_BTD, before the first block; positions are (T,), or (B, T) within
-        documents."""
-        hidden_BTD: Tensor = self.embed_tokens(tokens_BT)
-        return hidden_BTD
-
-    def rotations(self, positions_T: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines at these positions, for every block's attention; None without rotary
-        positions."""
-        return None
-
+    @abstractmethod
     def forward(
         self,
         tokens_BT: Tensor,
@@ -129,62 +114,36 @@ class DecoderModel(Layer, ABC):
             After any stage but the last, hidden_BTD. Otherwise logits_BTV in the parameters' dtype,
             or ``loss_fn``'s scalar if labels are given, of this rank's part of the sequences.
         """
-        # of one token there are no parts
-        self.exchange.begin(in_full=labels_BT is None)
-        start = 0 if cache is None else cache.length
-        seq_len = tokens_BT.shape[1]
-        context = self.context if cache is None else FULL_SEQUENCES
-        positions_T = context.cut(
-            torch.arange(start, start + seq_len, device=tokens_BT.device), 0
-        )
-        positions = positions_T
-        documents = None
-        if self.document_end is not None and cache is None:
-            positions_BT = document_positions(tokens_BT, self.document_end)
-            positions = context.cut(positions_BT, 1)
-        tokens_BT = context.cut(tokens_BT, 1)
-        labels_BT = None if labels_BT is None else context.cut(labels_BT, 1)
-        rotations = self.rotations(positions_T)
-        if stage is None or stage.embeds:
-            hidden_BTD = self.embed(tokens_BT, positions)
-        assert hidden_BTD is not None
-        if self.document_end is not None and cache is None:
-            masks = mask_documents(
-                positions_BT, self.chunk_lens, context, self.ops, hidden_BTD.dtype
-            )
-            documents = Documents(positions, masks)
-        for layer in self.layers if stage is None else stage.blocks(self.layers):
-            hidden_BTD = layer(hidden_BTD, rotations, cache, documents)
-        if stage is not None and not stage.predicts:
-            return hidden_BTD
-        if stage is None and cache is not None:
-            cache.length += seq_len
-        output: Tensor = self.lm_head(self.norm(hidden_BTD), labels_BT, loss_fn)
-        return output
 
-    def row_initializer(self) -> Callable[[str, Tensor, torch.Generator], None]:
+    @abstractmethod
+    def row_initializer(self) -> RowInitializer:
         """Return ``init_rows(name, rows, generator)``, which writes initial values into consecutive
         rows of the named parameter seen as a matrix.
 
         Call it before float8, adapters or a strategy replace modules.
         """
-        initial = {
-            f"{prefix}.{name}": layer.initial.get(name, normal)
-            for prefix, layer in self.named_modules()
-            if isinstance(layer, Layer)
-            for name, _ in layer.named_parameters(recurse=False)
-        }
 
-        def init_rows(name: str, rows: Tensor, generator: torch.Generator) -> None:
-            initial[name](rows, generator, self.config)
-
-        return init_rows
+    def zero_rows(self) -> Mapping[str, Sequence[int]]:
+        """Rows of parameters that are zero whatever ``row_initializer`` writes, by name."""
+        return {}
 
     def init_buffers(self, device: torch.device) -> None:
         """Compute the non-persistent buffers on ``device``; construction on the meta device leaves
         them empty."""
         for constant in self.constants:
             constant.materialize(device)
+
+    def cast_buffers(self, buffer_dtype: torch.dtype, param_dtype: torch.dtype) -> None:
+        """Cast the computed floating-point buffers.
+
+        Args:
+            buffer_dtype: for a model whose buffers the user chooses the dtype of.
+            param_dtype: of the computation.
+        """
+        for module in self.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    setattr(module, name, buffer.to(buffer_dtype))
 
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of forward and backward per token: 6 per weight of a matmul, attention over half
@@ -230,6 +189,98 @@ class DecoderModel(Layer, ABC):
             experts=experts,
             active=total - experts + sum(moe.active_expert_parameters for moe in moes),
         )
+
+
+class NativeModel(DecoderModel):
+    """A stack of pre-normalized blocks; a family builds the blocks."""
+
+    def __init__(
+        self, config: NativeConfig, blocks: Sequence[Block], norm: nn.Module
+    ) -> None:
+        super().__init__()
+        self.config = config
+        attentions = (block.attn for block in blocks)
+        self.chunk_lens = list(
+            dict.fromkeys(
+                attn.chunk_len for attn in attentions if isinstance(attn, Attention)
+            )
+        )
+        self.embed_tokens = Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(blocks)
+        self.norm = norm
+        self.lm_head = LMHead(config.dim, config.vocab_size)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def embed(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
+        """Token ids to hidden_BTD, before the first block; positions are (T,), or (B, T) within
+        documents."""
+        hidden_BTD: Tensor = self.embed_tokens(tokens_BT)
+        return hidden_BTD
+
+    def rotations(self, positions_T: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines at these positions, for every block's attention; None without rotary
+        positions."""
+        return None
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        labels_BT: Tensor | None = None,
+        loss_fn: LossFn | None = None,
+        cache: KeyValueCache | None = None,
+        stage: Stage | None = None,
+        hidden_BTD: Tensor | None = None,
+    ) -> Tensor:
+        """Predict the next token at every position; see ``DecoderModel``."""
+        # of one token there are no parts
+        self.exchange.begin(in_full=labels_BT is None)
+        start = 0 if cache is None else cache.length
+        seq_len = tokens_BT.shape[1]
+        context = self.context if cache is None else FULL_SEQUENCES
+        positions_T = context.cut(
+            torch.arange(start, start + seq_len, device=tokens_BT.device), 0
+        )
+        positions = positions_T
+        documents = None
+        if self.document_end is not None and cache is None:
+            positions_BT = document_positions(tokens_BT, self.document_end)
+            positions = context.cut(positions_BT, 1)
+        tokens_BT = context.cut(tokens_BT, 1)
+        labels_BT = None if labels_BT is None else context.cut(labels_BT, 1)
+        rotations = self.rotations(positions_T)
+        if stage is None or stage.embeds:
+            hidden_BTD = self.embed(tokens_BT, positions)
+        assert hidden_BTD is not None
+        if self.document_end is not None and cache is None:
+            masks = mask_documents(
+                positions_BT, self.chunk_lens, context, self.ops, hidden_BTD.dtype
+            )
+            documents = Documents(positions, masks)
+        for layer in self.layers if stage is None else stage.blocks(self.layers):
+            hidden_BTD = layer(hidden_BTD, rotations, cache, documents)
+        if stage is not None and not stage.predicts:
+            return hidden_BTD
+        if stage is None and cache is not None:
+            cache.length += seq_len
+        output: Tensor = self.lm_head(self.norm(hidden_BTD), labels_BT, loss_fn)
+        return output
+
+    def row_initializer(self) -> RowInitializer:
+        """Draw each parameter as its layer says (``Layer.initial``)."""
+        config = self.config
+        assert isinstance(config, NativeConfig)
+        initial = {
+            f"{prefix}.{name}": layer.initial.get(name, normal)
+            for prefix, layer in self.named_modules()
+            if isinstance(layer, Layer)
+            for name, _ in layer.named_parameters(recurse=False)
+        }
+
+        def init_rows(name: str, rows: Tensor, generator: torch.Generator) -> None:
+            initial[name](rows, generator, config)
+
+        return init_rows
 
 
 def flops_per_token(modules: Iterable[nn.Module], seq_len: int) -> float:

@@ -12,8 +12,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from .checks import MOST_HIDDEN, at_least
-from .config import ModelConfig
-from .decoder import DecoderModel
+from .config import NativeConfig
+from .decoder import NativeModel
 from .huggingface import HuggingFaceFormat, Piece, whole
 from .layers import Block, GELUFeedForward, LayerNorm, PositionEmbedding
 from .self_attention import Attention
@@ -50,7 +50,7 @@ class GPT2Format(HuggingFaceFormat):
 
 
 @dataclass
-class GPT2Config(ModelConfig):
+class GPT2Config(NativeConfig):
     """A GPT-2 model."""
 
     family: ClassVar[str] = "gpt2"
@@ -123,7 +123,7 @@ class GPT2Config(ModelConfig):
         return GPT2Model(self)
 
 
-class GPT2Model(DecoderModel):
+class GPT2Model(NativeModel):
     """GPT-2 for causal language modeling."""
 
     forward_order = ("embed_tokens", "embed_positions", "layers", "norm", "lm_head")

@@ -15,9 +15,11 @@ from .exchange import Split
 from .initial import Initial, normal, ones, residual, zeros
 from .ops import Layer
 
-LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""``loss_fn(hidden_ND, weight_VD, labels_N)``: the loss summed over valid labels, a float32
-scalar."""
+LossFn = Callable[..., Tensor]
+"""``loss_fn(hidden_ND, weight_VD, labels_N)``: the loss summed over valid labels, a float32 scalar.
+
+A head with a bias or a soft cap also passes ``bias_V`` and ``softcap`` by name.
+"""
 
 
 def matmul_flops(elements: int, trains: bool) -> int:
@@ -158,19 +160,19 @@ class RunnableBlock(nn.Module):
     execute: Callable[..., Any] | None = None
     """What runs in place of ``compute``, such as its compiled form."""
     recompute: Callable[..., Any] | None = None
-    """``recompute(function, *args)`` calls a function, and again in the backward; None to keep its
-    activations."""
+    """``recompute(function, *args, **kwargs)`` calls a function, and again in the backward; None to
+    keep its activations."""
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``compute`` as set. A strategy's hooks run outside of it."""
         function = self.execute or self.compute
         return (
-            function(*args)
+            function(*args, **kwargs)
             if self.recompute is None
-            else self.recompute(function, *args)
+            else self.recompute(function, *args, **kwargs)
         )
 
-    def compute(self, *args: Any) -> Any:
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the block."""
         raise NotImplementedError
 

@@ -17,6 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from fsdptoys.checkpoint.safetensors_io import read_json
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.models import ModelConfig
@@ -37,6 +38,7 @@ STEPS = 10  # default length of a run, except where a model is tuned
 
 PATHS = (
     *("metrics.run_dir", "checkpoint.folder", "checkpoint.resume", "model.init_from"),
+    "model.path",
     *("plan.hardware", "tune.adapter", "data.files", "data.eval_files", "data.folder"),
     *("data.sources", "data.cache", "data.tokenizer"),
 )
@@ -110,7 +112,9 @@ def compose(overrides: Sequence[str]) -> Composition:
     if chosen["model"] in registered("model") and not tree.model.name:
         tree.model.name = chosen["model"]
     _choose_lengths(tree)
-    return Composition(_to_config(tree), dict(chosen))
+    config = _to_config(tree)
+    _read_model(config)
+    return Composition(config, dict(chosen))
 
 
 def _choose_lengths(tree: DictConfig) -> None:
@@ -120,7 +124,7 @@ def _choose_lengths(tree: DictConfig) -> None:
     """
     # An invalid reference, which ``_to_config`` reports
     with contextlib.suppress(OmegaConfBaseException):
-        if tree.train.seq_len == -1:
+        if tree.train.seq_len == -1 and "max_seq_len" in tree.model:
             tree.train.seq_len = min(tree.model.max_seq_len, SEQ_LEN)
         tune, data = (OmegaConf.get_type(tree, section) for section in ("tune", "data"))
         continues = tree.model.init_from is not None or getattr(tune, "freezes", False)
@@ -128,6 +132,20 @@ def _choose_lengths(tree: DictConfig) -> None:
         for key, value in () if tunes else (("steps", STEPS), ("eval_every", 0)):
             if tree.train[key] == -1:
                 tree.train[key] = value
+
+
+def _read_model(config: Config) -> None:
+    """Read the files that the model's settings name, and choose the length of sequences by them if
+    it is not chosen."""
+    try:
+        config.model.read_files(read_json)
+        if config.train.seq_len == -1:
+            config.train.seq_len = min(config.model.max_seq_len, SEQ_LEN)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        # models do not import ConfigError, but word their messages alike
+        raise ConfigError(str(error)) from error
 
 
 def compose_presets(names: Sequence[str]) -> list[ModelConfig]:

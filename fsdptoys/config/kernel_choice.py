@@ -123,6 +123,12 @@ class KernelConfig:
             self.names().values()
         )
 
+    def leave_to_model(self) -> None:
+        """Replace every ``auto`` for a model that computes its operations itself."""
+        for operation, name in self.names().items():
+            if name == "auto":
+                setattr(self, operation, type(getattr(self, operation)).torch)
+
     def resolve(
         self,
         device_type: str,
@@ -189,7 +195,11 @@ def find_attention_backend(
         ConfigError: if the device cannot run the configured backend.
     """
     name = config.attention.value
-    layer = next(module for module in model.modules() if isinstance(module, Attention))
+    layer = next(
+        (module for module in model.modules() if isinstance(module, Attention)), None
+    )
+    if layer is None:  # a model that computes attention itself
+        return None
     flexes = masks and config.document_attention is DocumentKernel.flex
     if name in ("npu", "flex") or flexes or device.type not in KINDS:
         return None

@@ -1,6 +1,5 @@
 """Read the YAML and JSON files of a run directory, and the run's configuration."""
 
-import dataclasses
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,10 +70,9 @@ def read_config(tree: dict[str, Any], where: str) -> Config:
     wrong type.
     """
     sections: dict[str, Any] = {
-        "model": dataclasses.replace(
-            run_model_config(tree, where, "leave the run out"),
-            init_from=None,
-        ),
+        "model": model_config_of(
+            tree.get("model"), where, "leave the run out"
+        ).with_settings(init_from=None),
         "parallel": _build_named(STRATEGIES, tree, "parallel", where),
         "optim": _build_named(OPTIMIZERS, tree, "optim", where),
         "tune": _build_named(TUNINGS, {"tune": {"name": "full"}} | tree, "tune", where),

@@ -30,7 +30,7 @@ from fsdptoys.tune import TUNINGS, TuneConfig
 from fsdptoys.utils.options import check_declared, default_of, refuse_unused
 
 from .option_values import Option
-from .rules import RULES, Where, check_rules
+from .rules import MODEL_RULES, RULES, Where, check_rules
 from .rules.tune import open_adapter
 from .sections import Sections
 
@@ -97,7 +97,9 @@ class Config(Sections):
         }
         for section in sections:
             refuse_unused(sections, section)
+        self.check_model()
         where = self._resolve(world_size, device_type, node_ranks or world_size)
+        check_rules(MODEL_RULES, self, where)
         self.parallel.check_model(self.model)
         self.parallel.validate(
             world_size, self.mesh, device_type, self.memory.cpu_offload
@@ -123,6 +125,16 @@ class Config(Sections):
                 open_init_from(model)
             open_adapter(self.tune, model)
 
+    def check_model(self) -> None:
+        """Check the settings of the model by themselves."""
+        try:
+            self.model.check()
+        except ConfigError:
+            raise
+        except ValueError as mistake:
+            # models do not import ConfigError, but word their messages alike
+            raise ConfigError(str(mistake)) from mistake
+
     def _resolve(self, world_size: int, device_type: str, node_ranks: int) -> Where:
         """Replace every ``auto`` by its value."""
         train = self.train
@@ -138,6 +150,8 @@ class Config(Sections):
                 else SumDType.float32
             )
         parallel.resolve(train.deterministic)
+        if not self.model.capabilities.own_kernels:
+            self.kernels.leave_to_model()
         self.kernels.resolve(
             device_type,
             compiles=train.compile,

@@ -26,14 +26,11 @@ from .own import OwnLoss, own_loss_sum
 from .slices import SliceSettings, slices_loss_sum
 from .vocabulary import Vocabulary, vocabulary_loss_sum
 
-LOSSES: Mapping[str, type[LossConfig]] = registry(
-    "loss", {CrossEntropyConfig.name: CrossEntropyConfig}
-)
-"""The word after ``loss=`` → configuration class, also those that own code registers."""
+LossFn = Callable[..., Tensor]
+"""``loss_fn(hidden_ND, weight_VD, labels_N)``: the loss summed over valid labels, a float32 scalar.
 
-LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""``loss_fn(hidden_ND, weight_VD, labels_N)``: the loss summed over valid labels, a float32
-scalar."""
+A head with a bias or a soft cap on its logits also passes ``bias_V`` and ``softcap`` by name.
+"""
 
 
 def build_loss(
@@ -105,14 +102,24 @@ def cross_entropy_sum(
     weight_VD: Tensor,
     labels_N: Tensor,
     objective: Objective = Objective(),  # noqa: B008 (frozen)
+    bias_V: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """The objective of ``hidden @ weight.T`` summed over valid labels, in nats, as a float32
     scalar.
 
+    With a bias it is added to the logits; with a soft cap c they become ``c · tanh(logits / c)``,
+    in the parameters' dtype.
+
     Makes the full logits, once in the parameters' dtype and twice in float32: N·V·(2 + 4 + 4) bytes
     in bf16.
     """
-    return logits_loss_sum(linear(hidden_ND, weight_VD).float(), labels_N, objective)
+    logits_NV = linear(hidden_ND, weight_VD)
+    if bias_V is not None:
+        logits_NV = logits_NV + bias_V
+    if softcap is not None:
+        logits_NV = torch.tanh(logits_NV / softcap) * softcap
+    return logits_loss_sum(logits_NV.float(), labels_N, objective)
 
 
 def logits_loss_sum(

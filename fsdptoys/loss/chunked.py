@@ -22,7 +22,10 @@ chunks and 1.9 times for 32. A single chunk needs no sum.
 - Ranks may split the classes (``vocabulary``); a chunk's softmax then takes a float32 copy of its
   logits.
 
-Not covered: second derivatives, which raise; forward-mode derivatives; a head with a bias. The idea
+A head may have a bias, and a soft cap c on its logits, ``c · tanh(logits / c)``: its derivative
+takes a second buffer of a chunk's size.
+
+Not covered: second derivatives, which raise; forward-mode derivatives. The idea
 is Liger-Kernel's (arXiv:2410.10989).
 
 Shapes: N tokens, D width, V vocabulary, C tokens of a chunk.
@@ -52,18 +55,21 @@ def chunked_loss_sum(
     chunk_tokens: int | None = None,
     grad_dtype: torch.dtype = torch.float32,
     vocabulary: Vocabulary | None = None,
-    own: OwnLoss | None = None,
+    bias_V: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """The objective summed over valid labels, as a float32 scalar; for the settings see
-    ``build_loss``.
+    ``build_loss``, for bias and soft cap ``cross_entropy_sum``.
 
     ``hidden_ND`` and ``weight_VD`` have one dtype, ``labels_N`` classes or ``IGNORE_INDEX``;
     ``grad_dtype=float32`` means at least the weight's.
     """
     wants = [
         torch.is_grad_enabled() and tensor.requires_grad
-        for tensor in (hidden_ND, weight_VD)
+        for tensor in (hidden_ND, weight_VD, bias_V)
+        if tensor is not None
     ]
+    assert vocabulary is None or (bias_V is None and softcap is None)
     return _ChunkedLoss.apply(
         hidden_ND,
         weight_VD,
@@ -72,7 +78,8 @@ def chunked_loss_sum(
         chunk_tokens,
         grad_dtype,
         vocabulary,
-        own,
+        bias_V,
+        softcap,
         *wants,
     )
 
@@ -112,9 +119,11 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk_tokens: int | None,
         grad_dtype: torch.dtype,
         vocabulary: Vocabulary | None,
-        own: OwnLoss | None,
+        bias_V: Tensor | None,
+        softcap: float | None,
         wants_hidden: bool,
         wants_weight: bool,
+        wants_bias: bool = False,
     ) -> Tensor:
         """Return the loss; save the gradients for an upstream gradient of 1."""
         valid_rows = _valid_rows(labels_N)
@@ -149,25 +158,27 @@ class _ChunkedLoss(torch.autograd.Function):
             weight_gradient_VD = weight_VD.new_empty(weight_VD.shape, dtype=sum_dtype)
             if n_valid == 0:
                 weight_gradient_VD.zero_()
+        bias_gradient_V = None
+        if wants_bias:
+            assert bias_V is not None
+            bias_gradient_V = torch.zeros_like(bias_V, dtype=torch.float32)
+        capped = None if softcap is None else torch.empty_like(logits)
 
         for start, rows in _chunks(n_valid, chunk_tokens, valid_rows):
             hidden_CD = hidden_ND[rows]
             labels_C = labels_N[rows]
             logits_CV = logits[: len(labels_C)]
             products.logits(hidden_CD, weight_VD, logits_CV)
+            if bias_V is not None:
+                logits_CV += bias_V
+            if softcap is not None:
+                assert capped is not None
+                capped_CV = capped[: len(labels_C)]
+                torch.tanh(logits_CV.div_(softcap), out=capped_CV)
+                torch.mul(capped_CV, softcap, out=logits_CV)
             losses_C = losses[start : start + len(labels_C)]
-            gradient = wants_hidden or wants_weight
-            if own is not None:
-                losses_C.copy_(
-                    own_gradient_(
-                        logits_CV,
-                        labels_C,
-                        own,
-                        objective.gradient_scale,
-                        gradient=gradient,
-                    )
-                )
-            elif vocabulary is None:
+            gradient = wants_hidden or wants_weight or wants_bias
+            if vocabulary is None:
                 some_ignored = not _leaves_out_rows(labels_N)
                 softmax_gradient_(
                     logits_CV,
@@ -185,6 +196,11 @@ class _ChunkedLoss(torch.autograd.Function):
                     )
                 )
                 logits_CV.copy_(values_CV)
+            if softcap is not None and gradient:
+                # the derivative of the cap is 1 - tanh²
+                logits_CV.addcmul_(logits_CV * capped_CV, capped_CV, value=-1)
+            if bias_gradient_V is not None:
+                bias_gradient_V += logits_CV.sum(0, dtype=torch.float32)
             if hidden_gradient_ND is not None and valid_rows is None:
                 products.hidden_gradient(logits_CV, weight_VD, hidden_gradient_ND[rows])
             elif hidden_gradient_ND is not None:
@@ -196,8 +212,9 @@ class _ChunkedLoss(torch.autograd.Function):
                     logits_CV, hidden_CD, weight_gradient_VD, first=start == 0
                 )
 
-        ctx.save_for_backward(hidden_gradient_ND, weight_gradient_VD)
+        ctx.save_for_backward(hidden_gradient_ND, weight_gradient_VD, bias_gradient_V)
         ctx.weight_dtype = weight_VD.dtype
+        ctx.bias_dtype = None if bias_V is None else bias_V.dtype
         ctx.gradient_scale = objective.gradient_scale
         return (
             losses if vocabulary is None else losses[vocabulary.own_rows(n_valid)]
@@ -211,7 +228,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 "the chunked loss has no second derivative; use the plain loss, "
                 "memory.chunk_loss=false"
             )
-        hidden_gradient_ND, weight_gradient_VD = ctx.saved_tensors
+        hidden_gradient_ND, weight_gradient_VD, bias_gradient_V = ctx.saved_tensors
         factor = (
             upstream[0] if ctx.gradient_scale == 1 else upstream[0] / ctx.gradient_scale
         )
@@ -224,17 +241,17 @@ class _ChunkedLoss(torch.autograd.Function):
             weight_gradient_VD = _scale(
                 weight_gradient_VD, factor, ctx.weight_dtype, in_place
             )
+        if bias_gradient_V is not None:
+            bias_gradient_V = _scale(
+                bias_gradient_V, factor, ctx.bias_dtype, in_place=False
+            )
+        further = len(ctx.needs_input_grad) - 8
         return (
             hidden_gradient_ND,
             weight_gradient_VD,
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
+            *[None] * 5,
+            bias_gradient_V,
+            *[None] * further,
         )
 
 

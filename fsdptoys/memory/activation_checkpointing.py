@@ -81,8 +81,10 @@ class Recomputation:
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of ``ActivationOffload.checkpoint``."""
 
-    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
+        if kwargs:
+            function = functools.partial(function, **kwargs)
         if self.offload is not None:
             return self.offload.checkpoint(
                 function, *args, operators=self.operators, **self.options

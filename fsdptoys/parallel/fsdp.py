@@ -20,7 +20,15 @@ from fsdptoys.utils.uncached import Uncached
 
 from .capabilities import TORCH as TORCH
 from .config import ReducingConfig
-from .wrap import Unit, class_units, position_units, size_units, split_off_experts
+from .precision import DType
+from .wrap import (
+    Unit,
+    class_units,
+    position_units,
+    size_units,
+    split_off_experts,
+    split_off_float32,
+)
 
 
 class Wrap(Enum):
@@ -123,6 +131,8 @@ class FSDPConfig(ReducingConfig):
             ConfigError: if ``wrap_classes`` names a class that no unit can have.
         """
         units = self._chosen_units(model)
+        if self.param_dtype is not DType.float32 and model.float32_modules:
+            units = split_off_float32(model, units)
         return split_off_experts(model, units) if splits_experts else units
 
     def _chosen_units(self, model: DecoderModel) -> list[Unit]:
@@ -130,7 +140,7 @@ class FSDPConfig(ReducingConfig):
             return class_units(model, self.wrap_classes)
         if self.min_params is not None:
             return size_units(model, self.min_params)
-        parts = ("attn", "mlp") if self.wrap is Wrap.block_attn_mlp else ()
+        parts = model.parts if self.wrap is Wrap.block_attn_mlp else ()
         return position_units(
             model, parts, groups=not self.capabilities.flattens_parameters
         )
@@ -144,7 +154,10 @@ class FSDPConfig(ReducingConfig):
 
     def hooks_parts_of_blocks(self, model: ModelConfig) -> bool:
         """Whether parts of a block are units."""
-        if self.wrap is not Wrap.auto:
+        if self.wrap is not Wrap.auto and not (
+            self.param_dtype is not DType.float32
+            and model.capabilities.has_float32_modules
+        ):
             return self.wrap is Wrap.block_attn_mlp
         names = [
             name

@@ -9,6 +9,7 @@ reduction. FSDP2 and DDP add them in float32.
 Source: https://docs.pytorch.org/docs/stable/fsdp.html, arXiv:2304.11277.
 """
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Iterator
@@ -67,20 +68,29 @@ class FSDP1(Strategy):
         # each of its float32 names, which torch refuses (seen with 2.13). Reducing costs one rank
         # nothing.
         self._reduces_always = shared and self.world.world_size == 1
-        init_buffers(model, device, self.config.buffer_dtype.torch)
-        options = self._options() | {"param_init_fn": materialize_own_parameters}
+        config = self.config
+        init_buffers(model, device, config.buffer_dtype.torch, config.param_dtype.torch)
+        options = self._options(
+            config.buffer_dtype.torch
+            if model.config.capabilities.buffer_dtype
+            else None
+        ) | {"param_init_fn": materialize_own_parameters}
         units = {unit.modules[0]: unit for unit in self.config.units(model)}
         # Embedding and head come first, while memory is empty: they are the largest.
         for name in sorted(
             inside_out(list(units)), key=lambda name: name.startswith("layers.")
         ):
             owner, _, attribute = name.rpartition(".")
-            sharding = {
+            sharding: dict[str, Any] = {
                 "sharding_strategy": self._sharding_strategy(
                     self.config.reshards(units[name])
                 )
             }
             parent = model.get_submodule(owner)
+            if units[name].float32:
+                sharding["mixed_precision"] = dataclasses.replace(
+                    options["mixed_precision"], param_dtype=None
+                )
             setattr(
                 parent, attribute, _wrap(getattr(parent, attribute), options | sharding)
             )
@@ -106,7 +116,7 @@ class FSDP1(Strategy):
             else ShardingStrategy._HYBRID_SHARD_ZERO2
         )
 
-    def _options(self) -> dict[str, object]:
+    def _options(self, buffer_dtype: torch.dtype | None) -> dict[str, Any]:
         from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
 
         config = self.config
@@ -126,7 +136,7 @@ class FSDP1(Strategy):
             "mixed_precision": MixedPrecision(
                 param_dtype=None if param_dtype is torch.float32 else param_dtype,
                 reduce_dtype=config.reduce_dtype.torch,
-                buffer_dtype=config.buffer_dtype.torch,
+                buffer_dtype=buffer_dtype,
                 # The models keep rotary angles in float32 themselves; casting inputs would round
                 # them.
                 cast_forward_inputs=False,

@@ -153,7 +153,8 @@ class FSDP2(Strategy):
             memory,
             lambda param, name: param_init(self.spread(name, param), name),
         )
-        init_buffers(model, device, self.config.buffer_dtype.torch)
+        config = self.config
+        init_buffers(model, device, config.buffer_dtype.torch, config.param_dtype.torch)
         self.model = model
         if self.pipeline is not None:
             self.pipelined = PipelinedModel(model, self.pipeline)
@@ -163,6 +164,7 @@ class FSDP2(Strategy):
         config = self.config
         library = self.library
         policies = unit_policies(library, config, self.world)
+        float32_policies = unit_policies(library, config, self.world, float32=True)
         shard_dim = functools.partial(placement, ranks=self.mesh[SHARD_AXIS].size())
         dense = {"mesh": self.mesh, "shard_placement_fn": shard_dim}
         units = {
@@ -182,7 +184,7 @@ class FSDP2(Strategy):
                 members[name],
                 reshard_after_forward=self._reshards(units[name]),
                 **view,
-                **policies,
+                **(float32_policies if units[name].float32 else policies),
             )
             if units[name].embeds:
                 # The gradient of an embedding needs the indices only.

@@ -8,9 +8,12 @@ from .fsdp import FSDPConfig
 from .world import World
 
 
-def unit_policies(library: Any, config: FSDPConfig, world: World) -> dict[str, Any]:
-    """Return the policies of a library's ``fully_shard``."""
-    param_dtype = config.param_dtype.torch
+def unit_policies(
+    library: Any, config: FSDPConfig, world: World, float32: bool = False
+) -> dict[str, Any]:
+    """Return the policies of a library's ``fully_shard``; with ``float32``, of a unit that computes
+    in float32."""
+    param_dtype = torch.float32 if float32 else config.param_dtype.torch
     if world.deterministic.uses_float64:
         param_dtype = torch.float64
     policies = {

@@ -10,7 +10,7 @@ meanwhile. Beyond its shard, a rank's peak of host memory is one block for each 
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
@@ -33,14 +33,34 @@ ParamInit = Callable[[Tensor, str], None]
 rank's shard of it."""
 
 
-def seeded(init_rows: InitRows, seed: int, threads: int = 1) -> ParamInit:
-    """Draw initial values from the run's seed; see :func:`initialize`."""
-    return lambda param, name: initialize(param, name, init_rows, seed, threads)
+def seeded(
+    init_rows: InitRows,
+    seed: int,
+    threads: int = 1,
+    zero_rows: Mapping[str, Sequence[int]] | None = None,
+) -> ParamInit:
+    """Draw initial values from the run's seed; see :func:`initialize`.
+
+    Args:
+        init_rows: fills rows.
+        seed: of the run's initial values.
+        threads: draw values.
+        zero_rows: name of a parameter → rows of it that are zero.
+    """
+    zeros = zero_rows or {}
+    return lambda param, name: initialize(
+        param, name, init_rows, seed, threads, zeros.get(name, ())
+    )
 
 
 @torch.no_grad()
 def initialize(
-    param: Tensor, name: str, init_rows: InitRows, seed: int, threads: int = 1
+    param: Tensor,
+    name: str,
+    init_rows: InitRows,
+    seed: int,
+    threads: int = 1,
+    zero_rows: Sequence[int] = (),
 ) -> None:
     """Write initial values into a materialized parameter, or into this rank's shard of it.
 
@@ -48,6 +68,9 @@ def initialize(
         param: a plain tensor, or a DTensor that ``utils.dtensor.local_bounds`` supports.
         name: the model's own name of the parameter, which with ``seed`` seeds its generator.
         init_rows: called in ``threads`` threads at once.
+        seed: of the run's initial values.
+        threads: draw values.
+        zero_rows: rows that are zero.
     """
     local = (param.to_local() if is_dtensor(param) else param).detach()
     if local.numel() == 0:
@@ -84,6 +107,10 @@ def initialize(
             )
         drawn = scratch.block[:count]
         init_rows(name, drawn, generator)
+        first = block * rows_per_block
+        for row in zero_rows:
+            if first <= row < first + count:
+                drawn[row - first] = 0
         for rows, target in parts[block]:
             target.copy_(drawn[rows, first_column:last_column])
 
@@ -134,10 +161,13 @@ def shared_parameters(model: nn.Module) -> dict[str, str]:
     }
 
 
-def init_buffers(model: DecoderModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Compute the model's buffers on ``device`` and cast floating-point ones."""
+def init_buffers(
+    model: DecoderModel,
+    device: torch.device,
+    buffer_dtype: torch.dtype,
+    param_dtype: torch.dtype = torch.float32,
+) -> None:
+    """Compute the model's buffers on ``device`` and cast floating-point ones; see
+    ``DecoderModel.cast_buffers``."""
     model.init_buffers(device)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point():
-                setattr(module, name, buffer.to(dtype))
+    model.cast_buffers(buffer_dtype, param_dtype)

@@ -75,10 +75,20 @@ class CastParameters(nn.Module):
     would trigger a recompilation.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(
+        self, module: nn.Module, dtype: torch.dtype, float32_modules: Sequence[str] = ()
+    ) -> None:
+        """Wrap a model.
+
+        Args:
+            module: the model.
+            dtype: of the copies.
+            float32_modules: names of modules that keep their own parameters.
+        """
         super().__init__()
         self.module = module
         self.dtype = dtype
+        kept = {module.get_submodule(name) for name in float32_modules}
         self._copies: dict[Tensor, Tensor] = {}
         for param in module.parameters():
             if not param.requires_grad:
@@ -92,12 +102,12 @@ class CastParameters(nn.Module):
         for block in module.modules():
             contexts = getattr(getattr(block, "execute", None), "contexts", None)
             if contexts is not None:
-                owners = list(block.modules())
+                owners = [owner for owner in block.modules() if owner not in kept]
                 contexts.append(functools.partial(self._swapped, owners))
                 compiled.update(owners)
         for owner in module.modules():
             own = dict(owner.named_parameters(recurse=False))
-            if own and owner not in compiled:
+            if own and owner not in compiled and owner not in kept:
                 owner.register_forward_pre_hook(functools.partial(self._swap_in, own))
                 owner.register_forward_hook(
                     functools.partial(self._swap_out, own), always_call=True

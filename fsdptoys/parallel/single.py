@@ -37,14 +37,17 @@ class UnshardedStrategy(Strategy):
         device = self.world.device.torch_device
         dtype = self.config.param_dtype
         materialize(model, device, param_init)
-        init_buffers(model, device, self.config.buffer_dtype.torch)
+        config = self.config
+        init_buffers(model, device, config.buffer_dtype.torch, config.param_dtype.torch)
         self._unwrapped = model
         # The model casts them to its dtype itself.
         if self.world.deterministic.uses_float64:
             self._leaves = Float64Leaves(model)
             dtype = DType.float32
         self.model = self._wrap(
-            model if dtype is DType.float32 else CastParameters(model, dtype.torch)
+            model
+            if dtype is DType.float32
+            else CastParameters(model, dtype.torch, model.float32_modules)
         )
 
     def _wrap(self, model: nn.Module) -> Any:

@@ -45,7 +45,8 @@ class ToyZero3(Strategy):
             prefetch=self.config.prefetch,
             reduce_dtype=self.config.reduce_dtype.torch,
         )
-        init_buffers(model, device, self.config.buffer_dtype.torch)
+        config = self.config
+        init_buffers(model, device, config.buffer_dtype.torch, config.param_dtype.torch)
         self._own = {
             name: param
             if self.model.owner_of[param] == self.world.rank

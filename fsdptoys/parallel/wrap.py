@@ -49,6 +49,8 @@ class Unit:
     """Whether it has only lookup tables, whose gradient needs no weights."""
     ends_forward: bool
     """Whether it has the head, which the backward needs first."""
+    float32: bool = False
+    """Whether it computes with float32 parameters whatever ``parallel.param_dtype`` says."""
 
 
 def position_units(
@@ -159,6 +161,17 @@ def split_off_experts(model: DecoderModel, units: Sequence[Unit]) -> list[Unit]:
         [*units, *(_unit(model, (name,)) for name in experts)],
         key=lambda unit: names.index(unit.modules[0]),
     )
+
+
+def split_off_float32(model: DecoderModel, units: Sequence[Unit]) -> list[Unit]:
+    """Make the modules that compute in float32 units of their own, in the order of the forward."""
+    names = [name for name, _ in _walk("", model)]
+    kept = model.float32_modules
+    others = [unit for unit in units if set(unit.modules).isdisjoint(kept)]
+    inner = [
+        Unit((name,), embeds=False, ends_forward=False, float32=True) for name in kept
+    ]
+    return sorted([*others, *inner], key=lambda unit: names.index(unit.modules[0]))
 
 
 def own_parameters(modules: list[list[nn.Module]]) -> list[list[nn.Parameter]]:

@@ -63,6 +63,8 @@ def estimate_run(config: Config, world_size: int) -> tuple[Prediction, Hardware]
     unknown = config.plan.hardware == "auto" and profile_of_this_machine() is None
     if unknown or not config.plan.predict or config.parallel.name not in STRATEGIES:
         return None
+    if not config.model.capabilities.fast_estimate:
+        return None
     hardware = hardware_of(config)
     memory = config.memory
     if hardware.device_type == "cpu" and (

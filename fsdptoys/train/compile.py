@@ -34,7 +34,7 @@ from fsdptoys.models.layers import RunnableBlock
 
 
 class CompiledBlock:
-    """A compiled function, as a block's ``execute``.
+    """A compiled function, or another that runs in contexts, as a block's ``execute``.
 
     Attributes:
         contexts: make the contexts of each call, including recomputation in the backward. They are
@@ -45,12 +45,12 @@ class CompiledBlock:
         self.function = function
         self.contexts: list[Callable[[], AbstractContextManager[Any]]] = []
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function within new contexts."""
         with ExitStack() as stack:
             for make_context in self.contexts:
                 stack.enter_context(make_context())
-            return self.function(*args)
+            return self.function(*args, **kwargs)
 
 
 def compile_blocks(

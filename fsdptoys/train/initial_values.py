@@ -32,7 +32,7 @@ class InitialValues:
         assert seed is not None
         self._init_from = open_init_from(model) if config.model.init_from else None
         self._adapter = open_adapter(config.tune, model)
-        self._drawn = seeded(model.row_initializer(), seed, threads)
+        self._drawn = seeded(model.row_initializer(), seed, threads, model.zero_rows())
         self._drawn_adapter = seeded(init_adapter_rows, seed, threads)
 
     def fill(self, param: Tensor, name: str) -> None:

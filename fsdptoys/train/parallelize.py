@@ -18,13 +18,14 @@ from fsdptoys.device import Device
 from fsdptoys.exact import Float64Context, use_exact_ops
 from fsdptoys.memory import ActivationOffload, checkpoint_blocks
 from fsdptoys.models import DecoderModel, MoEConfig, use_context
+from fsdptoys.models.layers import RunnableBlock
 from fsdptoys.models.lora import Samples
 from fsdptoys.parallel import ParamInit, Strategy, World
 from fsdptoys.parallel.float8 import convert_to_float8
 from fsdptoys.parallel.pipeline import Pipeline
 from fsdptoys.profiler import explain_out_of_memory
 
-from .compile import compile_blocks
+from .compile import CompiledBlock, compile_blocks
 from .initial_values import InitialValues
 from .moe_balance import RoutingBalance
 from .oom_context import construction_context
@@ -157,6 +158,10 @@ def run_blocks(model: DecoderModel, config: Config, device: Device) -> None:
         compile_blocks(
             model.layers, memory.checkpointing_budget, inner_hooks=inner_hooks
         )
+    elif model.swaps_blocks:
+        for block in model.layers:
+            assert isinstance(block, RunnableBlock)
+            block.execute = CompiledBlock(block.compute)
 
 
 def share_sequences(

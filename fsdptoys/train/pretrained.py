@@ -5,7 +5,6 @@ single process.
 allocates memory. Limit: the model must fit into one device's memory.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -110,7 +109,7 @@ class TrainedModel:
         else:
             self._weights = open_weights(source, say)
             self._settings = self._weights.settings
-            self.config = dataclasses.replace(self._weights.config, init_from=None)
+            self.config = self._weights.config.with_settings(init_from=None)
         self._adapter: AdapterFolder | None = None
         if adapter is not None:
             self._adapter = AdapterFolder(adapter)
@@ -211,7 +210,7 @@ class TrainedModel:
         put_kernels(model, kernels)
         model.to(dtype).requires_grad_(False)
         materialize(model, device.torch_device, self._fill)
-        init_buffers(model, device.torch_device, torch.float32)
+        init_buffers(model, device.torch_device, torch.float32, dtype)
         return model.eval()
 
     def _build(self) -> DecoderModel:

@@ -14,7 +14,7 @@ from fsdptoys.checkpoint import open_init_from, write_hugging_face
 from fsdptoys.errors import ConfigError
 from fsdptoys.loss import cross_entropy_sum
 from fsdptoys.models import (
-    MODELS,
+    NATIVE_MODELS,
     Llama4Config,
     LlamaConfig,
     RotaryConfig,
@@ -175,7 +175,7 @@ def test_initial_values_follow_the_config(case: str) -> None:
 
 def test_cases_cover_all_families() -> None:
     """Oracle: the registry of families."""
-    assert {config.family for config in SMALL.values()} == set(MODELS)
+    assert {config.family for config in SMALL.values()} == set(NATIVE_MODELS)
 
 
 @dataclass
@@ -217,7 +217,11 @@ def test_labels_without_a_loss_function_are_refused() -> None:
 @pytest.mark.oracle
 @pytest.mark.parametrize(
     "family",
-    [family for family, config in MODELS.items() if issubclass(config, RotaryConfig)],
+    [
+        family
+        for family, config in NATIVE_MODELS.items()
+        if issubclass(config, RotaryConfig)
+    ],
 )
 def test_missing_config_keys_default_like_transformers(family: str) -> None:
     """Oracle: transformers' configuration where ``config.json`` lacks all keys that have a default
@@ -238,7 +242,7 @@ def test_missing_config_keys_default_like_transformers(family: str) -> None:
     their_config = transformers.AutoConfig.for_model(
         **{key: value for key, value in tree.items() if key != "architectures"}
     )
-    our_config = MODELS[family](**style.read_config(tree))
+    our_config = NATIVE_MODELS[family](**style.read_config(tree))
     assert isinstance(our_config, RotaryConfig)
     assert our_config.rope_theta == their_config.rope_parameters["rope_theta"]
     assert our_config.head_width == (

@@ -5,6 +5,7 @@ from .kernels import KERNELS
 from .layout_mode import LAYOUT_MODE
 from .loss import LOSS
 from .memory import MEMORY
+from .models import MODELS
 from .numbers import NUMBERS
 from .optimizer import OPTIMIZER
 from .pipeline import PIPELINE
@@ -33,4 +34,7 @@ RULES = [
 ]
 """In the order in which they are checked."""
 
-__all__ = ["RULES", "Rule", "Where", "check_rules"]
+MODEL_RULES = MODELS.all
+"""On what the model lacks, which are checked before all others."""
+
+__all__ = ["MODEL_RULES", "RULES", "Rule", "Where", "check_rules"]

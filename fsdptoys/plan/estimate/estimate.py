@@ -162,7 +162,7 @@ def _replays(
     world_size = world_size // config.mesh.pp_size * parts[0].ranks
     for part in parts:
         deep = dataclasses.replace(
-            config, model=dataclasses.replace(config.model, n_layers=part.n_layers)
+            config, model=config.model.with_settings(n_layers=part.n_layers)
         )
         deep.train = dataclasses.replace(config.train, grad_accum=part.micro_batches)
         if part.ranks > 1:

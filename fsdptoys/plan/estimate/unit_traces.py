@@ -23,7 +23,7 @@ from fsdptoys.loss.objective import Objective
 from fsdptoys.loss.vocabulary import Vocabulary
 from fsdptoys.memory import GradientCheckpointing, checkpoint_blocks
 from fsdptoys.metrics.prediction import Category
-from fsdptoys.models import DecoderModel
+from fsdptoys.models import DecoderModel, NativeModel
 from fsdptoys.models.layers import RunnableBlock
 from fsdptoys.models.self_attention import Attention
 from fsdptoys.parallel.context import ContextForm, build_context
@@ -130,6 +130,7 @@ def _block(
     block.execute = execute
     if mode is not GradientCheckpointing.none:
         checkpoint_blocks([block], mode, save=save)
+    assert isinstance(model, NativeModel)
     with torch.device("meta"):
         rotations = model.rotations(torch.arange(inputs.sequence))
     form, ranks = inputs.context
@@ -189,6 +190,8 @@ def _embedding(
     for part in parts:
         _mark_part(tables[part], part, "", recorder)
     trained = any(param.requires_grad for param in tables.parameters())
+
+    assert isinstance(model, NativeModel)
 
     def run(anchor: Tensor) -> Tensor:
         recorder.add(Mark(STAGE, ""))

@@ -138,9 +138,7 @@ def validate_switches(
     eval_every = config.train.eval_every
     config.data = SyntheticConfig(branching=1, mask_documents=data.mask_documents)
     config.train.eval_every = 0
-    config.model = (
-        dataclasses.replace(model, init_from=None) if model.init_from else model
-    )
+    config.model = model.with_settings(init_from=None) if model.init_from else model
     try:
         config.validate(world_size, device_type, node_ranks)
     finally:

@@ -139,7 +139,7 @@ def _steps_only(config: Config) -> Config:
     memory.checkpointing_budget = None
     memory.cpu_threads = 1
     data = SyntheticConfig(eval_samples=0, mask_documents=config.data.mask_documents)
-    model = dataclasses.replace(config.model, init_from=None)
+    model = config.model.with_settings(init_from=None)
     return dataclasses.replace(
         config,
         train=train,

@@ -1,0 +1,10 @@
+"""Models of transformers, read from the ``config.json`` of a folder and built by its own classes.
+
+``config`` describes one, ``adapter`` shows it to strategies, planner and trainer like a model of
+this project. transformers is imported in functions only: a launcher without such a model does not
+need it.
+"""
+
+from .config import TransformersConfig
+
+__all__ = ["TransformersConfig"]

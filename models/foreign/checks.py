@@ -1,0 +1,165 @@
+"""Checks of a model of transformers when it is built, on the meta device and without weights.
+
+Silent errors exist: a logit scale that a loss ignores, parameters that nothing initializes, a
+module whose parameters no strategy sees. Each is found here, and named in one sentence.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from .adapter import TransformersModel
+    from .config import TransformersConfig
+
+RESERVED = frozenset({"hf", "decoder", "config", "context", "lm_head"})
+"""Attributes of the adapter, which a child of a decoder must not replace."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Modules of a model, found by identity and class rather than by name."""
+
+    decoder: Any
+    """The parent of the list of blocks."""
+    embedding: nn.Module
+    blocks: nn.ModuleList
+    norm: nn.Module | None
+    """Normalization after the blocks; None if there is none."""
+    head: Any
+    """The output projection, a plain linear layer."""
+    names_of_block_parts: tuple[str, ...]
+    """Children of every block that have children with parameters: attention and feed-forward."""
+
+
+def find_parts(hf: Any) -> Parts:
+    """Find the parts of a model.
+
+    Raises:
+        ValueError: if it is built otherwise than a list of blocks between embedding and head.
+    """
+    name = type(hf).__name__
+    kinds = set(hf._no_split_modules or ())
+    lists = [
+        (path, module)
+        for path, module in hf.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module)
+        and all(type(block).__name__ in kinds for block in module)
+    ]
+    if len(lists) != 1:
+        found = ", ".join(path for path, _ in lists) or "none"
+        raise ValueError(
+            f"{name} has not one list of blocks ({found} by its _no_split_modules), which every "
+            "strategy needs; train another model"
+        )
+    path, blocks = lists[0]
+    decoder = hf.get_submodule(path.rpartition(".")[0])
+    children = dict(decoder.named_children())
+    embedding = hf.get_input_embeddings()
+    if embedding not in children.values():
+        raise ValueError(
+            f"{name} has its embedding elsewhere than beside its blocks; train another model"
+        )
+    head = hf.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise ValueError(
+            f"{name} has a head of the class {type(head).__name__}, and losses are computed for "
+            "plain linear layers only; train another model"
+        )
+    return Parts(
+        decoder,
+        embedding,
+        blocks,
+        _norm_after(children, blocks),
+        head,
+        _block_parts(blocks),
+    )
+
+
+def check_parts(model: "TransformersModel", hf: Any) -> None:
+    """Check that the adapter has every parameter of the model.
+
+    Raises:
+        ValueError: naming one that it lacks.
+    """
+    name = type(hf).__name__
+    clash = RESERVED & model.children_of_decoder.keys()
+    own = {id(param) for param in model.parameters()}
+    others = [path for path, param in hf.named_parameters() if id(param) not in own]
+    if model.decoder._parameters or others or clash:
+        raise ValueError(
+            f"{name} has parameters outside of embedding, blocks, norm and head "
+            f"({', '.join([*model.decoder._parameters, *others, *clash][:3])}); train another model"
+        )
+
+
+def check_model(config: "TransformersConfig") -> None:
+    """Build a model on the meta device and check it.
+
+    Raises:
+        ValueError: with the first problem.
+    """
+    assert config.config is not None
+    _check_once(config.config, config.layers, config.init_from is None)
+
+
+@functools.lru_cache(maxsize=16)
+def _check_once(text: str, layers: int | None, draws: bool) -> None:
+    from .config import TransformersConfig
+
+    config = TransformersConfig(config=text, layers=layers)
+    with torch.device("meta"):
+        model = config.build()
+    problems = model.initialization().problems()
+    if draws and problems:
+        name, reason = next(iter(problems.items()))
+        raise ValueError(
+            f"model.init_from=null draws initial values, and {name} of {type(model.hf).__name__} "
+            f"has none: {reason}; set model.init_from to a folder with weights"
+        )
+    drops = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Dropout) and module.p
+    ]
+    if drops:
+        raise ValueError(
+            f"{type(model.hf).__name__} has a dropout of {drops[0].p} that config.json does not "
+            "name; train another model"
+        )
+
+
+def _norm_after(children: dict[str, Any], blocks: nn.ModuleList) -> nn.Module | None:
+    """The last normalization registered after the blocks, or else before them."""
+
+    def is_norm(name: str, module: nn.Module) -> bool:
+        has_params = next(module.parameters(), None) is not None
+        described = f"{name} {type(module).__name__}".lower()
+        return has_params and ("norm" in described or name.startswith("ln_"))
+
+    names = list(children)
+    end = next(index for index, name in enumerate(names) if children[name] is blocks)
+    after = [name for name in names[end + 1 :] if is_norm(name, children[name])]
+    return children[after[-1]] if after else None
+
+
+def _block_parts(blocks: nn.ModuleList) -> tuple[str, ...]:
+    """Names of the children that all blocks have, with parameters in children of their own."""
+    shared: dict[str, None] | None = None
+    for block in blocks:
+        names = dict.fromkeys(
+            name
+            for name, child in block.named_children()
+            if any("." in path for path, _ in child.named_parameters())
+            and type(child).forward is not nn.Module.forward
+        )
+        shared = (
+            names
+            if shared is None
+            else {name: None for name in shared if name in names}
+        )
+    return tuple(shared or ())
