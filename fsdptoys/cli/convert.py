@@ -1,5 +1,5 @@
-"""``fsdptoys convert``: write weights in Hugging Face format, or print the command that trains from
-such a folder.
+"""``fsdptoys convert``: write weights in Hugging Face format or under torchtitan's names, or print
+the command that trains from such a folder.
 
 ``from-hf`` writes nothing, since training reads these folders directly. It reads every file to
 check the folder and prints the command.
@@ -32,11 +32,18 @@ from fsdptoys.utils.sealed_folder import check_new_folder
 from fsdptoys.utils.text import printable, value_text
 
 from .commands import check_count, parse, run_part
+from .convert_dcp import from_dcp, to_dcp
 
 
 def convert_command(argv: Sequence[str]) -> int:
     """Run the command; return the exit status 0."""
-    return run_part("convert", argv, {"to-hf": _to_hf, "from-hf": _from_hf})
+    parts = {
+        "to-hf": _to_hf,
+        "from-hf": _from_hf,
+        "from-dcp": _from_dcp,
+        "to-dcp": to_dcp,
+    }
+    return run_part("convert", argv, parts)
 
 
 def _to_hf(argv: Sequence[str]) -> int:
@@ -123,6 +130,13 @@ def _from_hf(argv: Sequence[str]) -> int:
     }
     for label, value in facts.items():
         print(printable(f"{label:<12}{value}", sys.stdout))
+    print(printable(f"\ntrain from it with:\n  {command}", sys.stdout))
+    return 0
+
+
+def _from_dcp(argv: Sequence[str]) -> int:
+    config, out_dir = from_dcp(argv)
+    command = shlex.join(training_words(config, str(out_dir)))
     print(printable(f"\ntrain from it with:\n  {command}", sys.stdout))
     return 0
 

@@ -59,6 +59,26 @@ weights, and RUN may be a folder in Hugging Face format.
         "Check every value of a folder in Hugging Face format, and print the command that "
         "trains from it.\n",
     )
+    add(
+        "convert from-dcp DCP_DIR OUT_DIR [model=PRESET [model.KEY=VALUE ...]] [dtype=float32|...]",
+        "write a checkpoint of torchtitan in Hugging Face format",
+        """\
+Write the weights of a folder of torch.distributed.checkpoint, under torchtitan's names of Llama 3
+or Qwen3, in Hugging Face format, and print the command that trains from it. The model is named
+after the folders, or found among the presets by the shapes. Such a folder holds no settings:
+compare the rotary base and its scaling with those of the run. dtype is float32, bfloat16 or
+float16. No code in the folder's pickle is run.
+""",
+    )
+    add(
+        "convert to-dcp RUN_OR_DIR OUT_DIR [dtype=float32|bfloat16|float16] [names=0.2|0.5]",
+        "write weights for torch.distributed.checkpoint, under torchtitan's names",
+        """\
+Write the weights of a run, a checkpoint or a folder in Hugging Face format into a folder that
+torch.distributed.checkpoint.load reads, under the names that torchtitan 0.2 or 0.5 has for Llama 3
+and Qwen3. OUT_DIR must not exist.
+""",
+    )
 
     generate = add(
         "generate RUN_OR_DIR --prompt TEXT [--prompt TEXT ...] [options]",
