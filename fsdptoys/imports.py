@@ -185,13 +185,15 @@ def _load_file(word: str) -> str:
             f"{where} cannot be imported by its name; rename the file to letters, digits and "
             f"underscores, in a folder without {os.pathsep}"
         )
-    if stem not in _loaded or not _is_file(sys.modules[stem].__spec__, path):
+    is_loaded = stem in _loaded and _is_file(sys.modules[stem].__spec__, path)
+    if not is_loaded:
         _refuse_hidden(where, stem, path)
-        folder = str(path.parent)
-        if folder not in sys.path:
-            # Last, so that its files hide no installed module
-            sys.path.append(folder)
-            importlib.invalidate_caches()
+    if str(path.parent) not in sys.path:
+        # Last, so that its files hide no installed module. A fork of the launcher leaves out the
+        # current directory, and its own children unpickle classes of the module.
+        sys.path.append(str(path.parent))
+        importlib.invalidate_caches()
+    if not is_loaded:
         module = _run(
             lambda: importlib.import_module(stem), where, "correct it", file=path
         )

@@ -167,7 +167,11 @@ def compose_presets(names: Sequence[str]) -> list[ModelConfig]:
         raise ConfigError(
             f"configs/model cannot be composed: {_one_line(error)}"
         ) from error
-    return [config for config in configs if isinstance(config, ModelConfig)]
+    return [
+        config if config.name else dataclasses.replace(config, name=name)
+        for name, config in zip(names, configs, strict=True)
+        if isinstance(config, ModelConfig)
+    ]
 
 
 def _compose_groups(

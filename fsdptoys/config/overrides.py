@@ -17,6 +17,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
 from fsdptoys.errors import ConfigError, UnusedKeyError
+from fsdptoys.register import KINDS
 from fsdptoys.utils.bounds import check_text
 from fsdptoys.utils.text import near_miss, one_line, value_text
 
@@ -200,6 +201,9 @@ def check_groups(overrides: Sequence[Override]) -> None:
             fix = f"did you mean {group}={near}?"
         else:
             fix = f"set {group}={value_text(list_defaults()[group], quote=True)}"
+            registers = group in {kind.group for kind in KINDS.values()}
+            if registers and word.isidentifier():
+                fix += f", or add the --import of the code that registers {word}"
         listed = (
             "a preset that fsdptoys models lists" if group == "model" else one_of(names)
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdptoys.utils.dtensor import local_tensor
-from fsdptoys.utils.optimizer_states import kept_states
+from fsdptoys.utils.optimizer_states import kept_states, same_optimizer
 
 from .optimizer_stepper import BeforeUpdate
 
@@ -87,12 +87,11 @@ class Bucket:
         for param, proxy in zip(self.params, self._proxies, strict=True):
             by_group.setdefault(group_of[param], []).append(proxy)
         self._group_indices = list(by_group)
-        kind: Any = type(optimizer)
         groups = [
             {**_hyperparameters(optimizer.param_groups[index]), "params": proxies}
             for index, proxies in by_group.items()
         ]
-        self._inner: torch.optim.Optimizer = kind(groups)
+        self._inner = same_optimizer(optimizer, groups)
         # An optimizer without a step counter may treat its first step differently: SGD copies the
         # gradient, while 0.9 · 0 + -0.0 would not be -0.0.
         self._without_state = set() if scalars else set(range(len(self.params)))
