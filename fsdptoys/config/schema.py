@@ -30,7 +30,8 @@ from fsdptoys.tune import TUNINGS, TuneConfig
 from fsdptoys.utils.options import check_declared, default_of, refuse_unused
 
 from .option_values import Option
-from .rules import MODEL_RULES, RULES, Where, check_rules
+from .own_model import check_own_model
+from .rules import RULES, Where, check_rules
 from .rules.tune import open_adapter
 from .sections import Sections
 
@@ -99,7 +100,7 @@ class Config(Sections):
             refuse_unused(sections, section)
         self.check_model()
         where = self._resolve(world_size, device_type, node_ranks or world_size)
-        check_rules(MODEL_RULES, self, where)
+        check_own_model(self.model)
         self.parallel.check_model(self.model)
         self.parallel.validate(
             world_size, self.mesh, device_type, self.memory.cpu_offload

@@ -21,6 +21,7 @@ from .progress import Display as Display
 from .registry import DATASETS as DATASETS
 from .request import SHARD_TOKENS as SHARD_TOKENS
 from .request import Request as Request
+from .sample_checks import check_dataset as check_dataset
 from .sampler import BatchStream as BatchStream
 from .sampler import eval_batches as eval_batches
 from .text_encoder import open_encoder as open_encoder

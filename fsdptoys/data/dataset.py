@@ -173,10 +173,10 @@ class DataConfig(ABC):
     def check_documents(self) -> None:
         """Refuse ``mask_documents`` for data without known ends of documents."""
         if self.mask_documents and not self.knows_document_end:
+            fixes = filter(None, (self.documents_fix, "data.mask_documents=false"))
             raise ConfigError(
                 "data.mask_documents=true needs the id that ends a document, which "
-                f"data={self.name} does not know as set; set {self.documents_fix} or "
-                "data.mask_documents=false"
+                f"data={self.name} does not know as set; set {' or '.join(fixes)}"
             )
 
     @abstractmethod

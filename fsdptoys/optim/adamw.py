@@ -43,6 +43,8 @@ class OptimStateDType(Enum):
 class AdamWSettings(OptimConfig):
     """Settings of AdamW, by itself or for a part of the parameters."""
 
+    takes_implementation: ClassVar[bool] = True
+
     beta1: float = option(
         0.9,
         between(0, 1, below=True),

@@ -74,6 +74,8 @@ class OptimConfig(ABC):
     """Whether ranks exchange shards so that each matrix is updated whole by one of them."""
     update_takes_scratch: ClassVar[bool] = True
     """Whether the unfused update allocates temporaries of the parameters' size."""
+    takes_implementation: ClassVar[bool] = False
+    """Whether ``build`` reads ``implementation``."""
     fused_takes_shards: ClassVar[bool] = True
     """Whether the fused update takes DTensors and, on a CPU, gives bits that do not depend on a
     shard's size."""
@@ -125,6 +127,14 @@ class OptimConfig(ABC):
 
     def __post_init__(self) -> None:
         check_options("optim", self)
+        if (
+            self.implementation is not Implementation.auto
+            and not self.takes_implementation
+        ):
+            raise ConfigError(
+                f"optim.implementation={self.implementation.value} is not an option of "
+                f"optim={self.name}, which has one; set optim.implementation=auto"
+            )
 
     def resolve(self, device_type: str, *, deterministic: bool, on_host: bool) -> None:
         """Replace every ``auto`` by its value.
@@ -133,7 +143,10 @@ class OptimConfig(ABC):
         allocates scratch memory. In deterministic modes an update ``on_host`` must give the
         accelerator's bits, which the fused one does not.
         """
-        if self.implementation is not Implementation.auto:
+        if (
+            self.implementation is not Implementation.auto
+            or not self.takes_implementation
+        ):
             return
         may_fuse = device_type == "cpu" or (
             (on_host or device_type == "cuda") and not deterministic

@@ -16,6 +16,7 @@ class SGDConfig(OptimConfig):
     """Stochastic gradient descent with momentum."""
 
     name: ClassVar[str] = "sgd"
+    takes_implementation: ClassVar[bool] = True
     update_takes_scratch: ClassVar[bool] = False
     fused_takes_shards: ClassVar[bool] = False
 

@@ -94,6 +94,11 @@ class Capabilities:
         "train.float8_all_gather=true casts shards of FSDP2, which {parallel} does not have; set "
         "parallel=fsdp2 or train.float8_all_gather=false",
     )
+    deterministic: bool = refuses(
+        "train.deterministic=true",
+        "train.deterministic=true adds up gradients in float64, which {parallel} does not; set "
+        "parallel=fsdp2 or train.deterministic=false",
+    )
     layout_mode: bool = refuses(
         "train.deterministic=layout",
         "{parallel} does not sum gradients in float64 once a step, which "

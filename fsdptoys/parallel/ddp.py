@@ -80,6 +80,7 @@ class DDPConfig(ReducingConfig):
     name: ClassVar[str] = "ddp"
     strategy = DDP
     capabilities = Capabilities(
+        deterministic=True,
         context_forms=FORMS,
         optimizer_offload=True,
         lazy_updates=True,

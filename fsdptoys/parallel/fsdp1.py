@@ -244,6 +244,7 @@ class FSDP1Config(FSDPConfig):
     name: ClassVar[str] = "fsdp1"
     strategy = FSDP1
     capabilities = Capabilities(
+        deterministic=True,
         shards_parameters=True,
         flattens_parameters=True,
         context_forms=FORMS,

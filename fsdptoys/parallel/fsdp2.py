@@ -363,6 +363,7 @@ class FSDP2Config(FSDPConfig):
     name: ClassVar[str] = "fsdp2"
     strategy = FSDP2
     capabilities = Capabilities(
+        deterministic=True,
         shards_parameters=True,
         uses_dtensor=True,
         context_forms=FORMS,

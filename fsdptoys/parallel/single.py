@@ -135,6 +135,7 @@ class SingleConfig(ParallelConfig):
     name: ClassVar[str] = "single"
     strategy = Single
     capabilities = Capabilities(
+        deterministic=True,
         single_process=True,
         optimizer_offload=True,
         lazy_updates=True,

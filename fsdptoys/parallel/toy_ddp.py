@@ -151,7 +151,11 @@ class ToyZero1Config(ToyDDPConfig):
     name: ClassVar[str] = "toy_zero1"
     strategy = ToyZero1
     capabilities = Capabilities(
-        context_forms=FORMS, lazy_updates=True, float8=True, mixed_dtypes=True
+        deterministic=True,
+        context_forms=FORMS,
+        lazy_updates=True,
+        float8=True,
+        mixed_dtypes=True,
     )
 
 

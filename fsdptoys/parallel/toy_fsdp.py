@@ -41,6 +41,7 @@ class ToyFSDPConfig(FSDPConfig):
     name: ClassVar[str] = "toy_fsdp"
     strategy = ToyFSDP
     capabilities = Capabilities(
+        deterministic=True,
         shards_parameters=True,
         uses_dtensor=True,
         context_forms=FORMS,

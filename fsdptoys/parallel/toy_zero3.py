@@ -118,7 +118,11 @@ class ToyZero3Config(ReducingConfig):
     name: ClassVar[str] = "toy_zero3"
     strategy = ToyZero3
     capabilities = Capabilities(
-        owns_parameters=True, context_forms=FORMS, lazy_updates=True, float8=True
+        deterministic=True,
+        owns_parameters=True,
+        context_forms=FORMS,
+        lazy_updates=True,
+        float8=True,
     )
 
     evenness: Evenness = option(

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from fsdptoys.device.profile import Hardware
+from fsdptoys.imports import import_options
 from fsdptoys.plan.page import Page, gib_text, ranks_text, seconds_text
 from fsdptoys.plan.search.effects import Effect, effects
 from fsdptoys.plan.search.frontier_plot import spread_out
@@ -64,7 +65,7 @@ def print_command(candidate: Candidate, hardware: Hardware, console: Console) ->
     if nodes > 1:
         Page(console).line("on each node, with the first one's name for HOST:")
     console.print(
-        " ".join(["bash run_fsdp.sh", *overrides]),
+        " ".join(["bash run_fsdp.sh", *import_options(), *overrides]),
         soft_wrap=True,
         highlight=False,
         markup=False,

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from fsdptoys.config.schema import Config
-from fsdptoys.data import BatchStream, eval_batches
+from fsdptoys.data import BatchStream, check_dataset, eval_batches
 from fsdptoys.device import Device
 from fsdptoys.loss.objective import IGNORE_INDEX
 from fsdptoys.models import DecoderModel, attended_keys
+from fsdptoys.register import registered
 
 from .parallelize import ParallelModel
 
@@ -62,6 +63,10 @@ class StepData:
         self.dataset = config.data.build(
             train.seq_len, config.model.vocab_size, train.data_seed
         )
+        if config.data.name in registered("data"):
+            check_dataset(
+                self.dataset, config.data, train.seq_len, config.model.vocab_size
+            )
         self.documents: DocumentCounter | None = None
         """Counts what tokens attend to; None where documents are not kept apart."""
         if config.data.mask_documents:
