@@ -22,6 +22,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fsdptoys.config.choices import list_choices, list_defaults, schema_name
+from fsdptoys.config.named_lists import NAMED_LISTS, named_schemas
 from fsdptoys.config.schema import SCHEMAS, Config
 from fsdptoys.config.sections import Sections
 from fsdptoys.models import MODELS
@@ -34,6 +35,7 @@ from fsdptoys.utils.text import value_text
 ROOT = Path(__file__).parents[1]
 WIDTH = 120
 DEFAULTS_END = "_self_"
+NAMED_SECTIONS = [named.section for named in NAMED_LISTS]
 
 SECTIONS_START = "# Sections of one shape, which no group replaces.\n"
 SECTIONS_END = "\n# Each rank composes"
@@ -177,6 +179,7 @@ def root_keys() -> list[Key]:
         field
         for field in dataclasses.fields(Config)
         if not dataclasses.is_dataclass(hints[field.name])
+        and field.name not in NAMED_SECTIONS
     ]
     return [
         Key(field.name, hints[field.name], field.default, "", docs[field.name])
@@ -248,6 +251,23 @@ def table(keys: list[Key], section: str) -> list[str]:
     return [*lines, *(["", *meanings] if meanings else [])]
 
 
+def named_sections() -> list[str]:
+    """The parts of the page on options of names in lists."""
+    lines = []
+    for named in NAMED_LISTS:
+        lines += [
+            "",
+            f"## {named.section}",
+            "",
+            f"Options of the names in `{named.key}`, as `{named.section}.NAME.KEY`.",
+        ]
+        for name, schema in named.classes.items():
+            if keys := list(keys_of(schema)):
+                prefix = f"{named.section}.{name}"
+                lines += ["", plain_doc(schema), "", *table(keys, prefix)]
+    return lines
+
+
 def first_sentence(group: str, choice: str) -> str:
     """A choice's description: the first sentence of its YAML file."""
     text = (ROOT / "configs" / group / f"{choice}.yaml").read_text(encoding="utf-8")
@@ -276,6 +296,7 @@ def options_page() -> str:
     for section, kind in typing.get_type_hints(Config).items():
         if dataclasses.is_dataclass(kind):
             lines += section_lines(section, kind)  # type: ignore[arg-type]
+    lines += named_sections()
     lines += [
         "",
         "## experiment",
@@ -357,6 +378,9 @@ def help_keys() -> str:
                 heading = f"a {name} model ({', '.join(choice_names)})"
             if own:
                 lines += [f" with {heading}: {plain_doc(schema)}", *own]
+    for prefix, schema in named_schemas().items():
+        if keys := [help_line(key, prefix) for key in keys_of(schema)]:
+            lines += ["", f"{prefix}: {plain_doc(schema)}", *keys]
     return "\n".join(lines) + "\n"
 
 

@@ -40,7 +40,7 @@ PATHS = (
     *("metrics.run_dir", "checkpoint.folder", "checkpoint.resume", "model.init_from"),
     "model.path",
     *("plan.hardware", "tune.adapter", "data.files", "data.eval_files", "data.folder"),
-    *("data.sources", "data.cache", "data.tokenizer"),
+    *("data.sources", "data.cache", "data.tokenizer", "writers.trackio.folder"),
 )
 """Keys that name files or folders, in which ``~`` is the home directory."""
 

@@ -64,14 +64,19 @@ class TrackioWriter(Writer):
 
     def start(self, run: RunStart) -> None:
         """Start a run, or resume the one of the run directory's name."""
-        folder = self._config.folder
+        folder = self._config.folder or os.environ.get("TRACKIO_DIR")
         chosen = Path(folder).expanduser() if folder else run.run_dir / TRACKIO_FOLDER
-        if folder or not os.environ.get("TRACKIO_DIR"):
-            # Read when trackio is imported
-            os.environ["TRACKIO_DIR"] = str(chosen.absolute())
+        chosen = chosen.absolute()
+        os.environ["TRACKIO_DIR"] = str(chosen)  # read when trackio is imported
         with _alone():
             import trackio
+            from trackio.utils import TRACKIO_DIR
 
+            if chosen != TRACKIO_DIR:
+                raise RuntimeError(
+                    f"this process has opened {TRACKIO_DIR}, and Trackio keeps one folder a "
+                    "process; set writers.trackio.folder for all runs"
+                )
             self._run = trackio.init(
                 project=self._config.project,
                 name=str(run.run_dir)[-LONGEST_NAME:],
@@ -99,9 +104,11 @@ class TrackioWriter(Writer):
     def close(self) -> None:
         """Write what is waiting, and end the run."""
         if self._run is not None:
-            run, self._run = self._run, None
+            self._run = None
             with _alone():
-                run.finish()
+                import trackio
+
+                trackio.finish()
 
 
 @contextlib.contextmanager
