@@ -277,24 +277,25 @@ def test_booleans_choose_full_or_none_in_yaml_files(
 
 
 @pytest.mark.parametrize(
-    ("argv", "command"),
-    [
-        (["train", "--config", "conf/mine.yaml"], ""),
-        (["train", "mine.yml"], ""),
-        (["train", "experiment=mine.yaml"], ""),
-        (["mine.yaml"], "fsdptoys train "),
-    ],
-    ids=" ".join,
+    ("line", "fix"),
+    {
+        "train mine.yml": "write --config mine.yml",
+        "train --config_file conf/mine.yaml": "write --config conf/mine.yaml",
+        "train experiment=mine.yaml": "write --config mine.yaml",
+        "train experiment=conf/cpu_text.yaml": "write experiment=cpu_text",
+        "train model=conf/mine.yaml": (
+            "copy it to configs/model/mine.yaml and write model=mine"
+        ),
+        "mine.yaml": "write fsdptoys train --config mine.yaml",
+        "train config_file=mine.yaml": "write --config mine.yaml",
+    }.items(),
 )
-def test_file_of_settings_is_answered_with_its_place(
-    argv: list[str], command: str, capsys: pytest.CaptureFixture[str]
+def test_file_of_settings_is_answered_with_its_option(
+    line: str, fix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the folder of experiments; the words after the copy."""
-    assert main(argv) == 2
-    target = CONFIGS.resolve() / "experiment" / "mine.yaml"
-    assert capsys.readouterr().err.endswith(
-        f"copy it to {target} and write {command}experiment=mine\n"
-    )
+    """Oracle: the option that takes a file, or the folder of the group's own files."""
+    assert main(line.split()) == 2
+    assert capsys.readouterr().err.endswith(f"{fix}\n")
 
 
 def test_options_of_one_key_are_declared_alike_and_need_options_that_exist() -> None:
