@@ -11,7 +11,7 @@ from typing import Any
 from .config_table import add_config_commands, add_config_dir, add_files
 from .data_table import add_data_commands
 from .help import plan_settings, sweep_lines, train_keys
-from .parser import Parser, number
+from .parser import Parser, integer, number
 from .weights_table import add_checkpoint_commands, add_weights_commands
 
 
@@ -185,6 +185,38 @@ Exit status: 0 if both have the same steps with equal values, 1 if not, 2 after 
             lambda value: value >= 0,
         ),
     )
+
+    verify = add(
+        "verify FOLDER_OR_MODEL [KEY=VALUE ...] [options]",
+        "prove on this machine that sharding changes nothing for a model",
+        """\
+Train a small form of a model in one process with a loop in plain PyTorch, then under strategies, layouts
+and memory switches, and print how far each is from the plain loop: equal in every bit, within measured
+rounding, or different, with the first tensor and step. Combinations that the model does not admit are
+refused with the reason.
+
+FOLDER_OR_MODEL is a model preset, a folder with a config.json, or the name of an own model (--import).
+Settings are those of fsdptoys train. A row that sets one of them to another value is left out.
+The ranks are CPU processes, unless launch.device names an accelerator.
+
+Exit status: 0 if nothing differs, 1 if a row differs or fails, 2 after a mistake.
+""",
+    )
+    verify.value(
+        "--rows NAMES",
+        "rows to train, separated by commas: usual, all, or names of the table; default: usual",
+        "fsdp2,tp",
+        default="usual",
+    )
+    verify.value(
+        "--ranks N",
+        "most ranks of a row, up to 8; default: 4, or the accelerators here",
+        "8",
+        type=integer(4, least=1),
+    )
+    verify.flag("--full", "keep layers, widths and vocabulary of the model")
+    verify.flag("--json", "all numbers, for programs")
+    verify.value("--out FILE", "also write a page: FILE.md or FILE.html", "verify.md")
 
     models = add(
         "models [NAME ...] [--json]",

@@ -93,7 +93,7 @@ def render_page(
     figures = embed_json(
         [{"name": picture.name, **figure(picture)} for picture in pictures]
     )
-    scripts = [Markup(plotly_script()), script]
+    scripts = [Markup(plotly_script()), script] if pictures else [script]
     texts = title, subtitle, sections, fsdptoys.__version__, Markup(POLICY), style
     return render("page", *texts, Markup(figures), scripts)
 

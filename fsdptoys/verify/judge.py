@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+import numpy as np
+
 from .measure import Key, Sums
 from .reference import Reference
 
@@ -115,7 +117,9 @@ def judge(figures: Figures, reference: Reference, first_step: int = 1) -> Verdic
             sentence = f"loss {loss:.9g} instead of {plain.losses[step - 1]:.9g}"
             return _differs(of_step, step, sentence, shares)
         if not norm_share <= reference.allowed_norm and not of_step:
-            sentence = f"gradient norm {norm:.9g} instead of {plain.norms[step - 1]:.9g}"
+            sentence = (
+                f"gradient norm {norm:.9g} instead of {plain.norms[step - 1]:.9g}"
+            )
             return _differs(of_step, step, sentence, shares)
         if of_step:
             return _differs(of_step, step, "", shares)
@@ -169,7 +173,8 @@ def _difference(key: Key, sums: Sums, reference: Reference) -> tuple[float, str]
     copies = sums.elements / expected.size
     share = math.sqrt(sums.differences / copies) / max(size, 1e-30)
     share = math.inf if math.isnan(share) else share
-    times = math.sqrt(sums.squares / copies) / max(size, 1e-30)
+    norm = float(np.linalg.norm(expected.astype(np.float64)))
+    times = math.sqrt(sums.squares / copies) / max(norm, 1e-30)
     text = f"has {times:.6g} times the norm of the plain loop's and differs by {share:.1e} of it"
     allowed = reference.allowed(key)
     return share, f"{text}, where rounding explains {allowed:.1e}" if allowed else text

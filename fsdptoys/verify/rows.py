@@ -74,9 +74,7 @@ ROWS = {
         _row("fsdp2-4", 4, "parallel=fsdp2"),
         _further("fsdp2-8", 8, "parallel=fsdp2"),
         _row("hsdp", 4, "parallel=fsdp2 mesh.fsdp_size=2"),
-        _further(
-            "hsdp-accum", 4, f"parallel=fsdp2 mesh.fsdp_size=2 {ACCUMULATES}"
-        ),
+        _further("hsdp-accum", 4, f"parallel=fsdp2 mesh.fsdp_size=2 {ACCUMULATES}"),
         _further("zero2", 2, "parallel=fsdp2 parallel.reshard_after_forward=never"),
         _further("units", 2, "parallel=fsdp2 parallel.min_params=10000"),
         _row("fsdp2-exact", 4, f"parallel=fsdp2 {DETERMINISTIC}"),
@@ -84,16 +82,13 @@ ROWS = {
         _further("ddp-exact", 4, f"parallel=ddp {DETERMINISTIC}"),
         _further("fsdp1-exact", 4, f"parallel=fsdp1 {DETERMINISTIC}"),
         _row("checkpointing", 2, f"parallel=fsdp2 {CHECKPOINTS}"),
-        _row(
-            "selective", 2, "parallel=fsdp2 memory.gradient_checkpointing=selective"
-        ),
+        _row("selective", 2, "parallel=fsdp2 memory.gradient_checkpointing=selective"),
         _row("chunked-loss", 2, "parallel=fsdp2 memory.chunk_loss=true"),
         _row("optimizer-offload", 2, "parallel=fsdp2 memory.optimizer_offload=true"),
         _further(
             "lazy-offload",
             2,
-            "parallel=fsdp2 memory.optimizer_offload=true "
-            "memory.offload_schedule=lazy",
+            "parallel=fsdp2 memory.optimizer_offload=true memory.offload_schedule=lazy",
         ),
         _row("cpu-offload", 2, "parallel=fsdp2 memory.cpu_offload=true"),
         _further(
@@ -115,9 +110,7 @@ ROWS = {
             "cp-gathered", 2, "parallel=fsdp2 mesh.cp_size=2 parallel.context=gathered"
         ),
         _row("cp-ring", 2, "parallel=fsdp2 mesh.cp_size=2 parallel.context=ring"),
-        _further(
-            "cp-4", 4, "parallel=fsdp2 mesh.cp_size=4 parallel.context=gathered"
-        ),
+        _further("cp-4", 4, "parallel=fsdp2 mesh.cp_size=4 parallel.context=gathered"),
         _row("ep", 2, "parallel=fsdp2 mesh.ep_size=2"),
         _further("ep-4", 4, "parallel=fsdp2 mesh.ep_size=4"),
         _further("cp-ep", 4, "parallel=fsdp2 mesh.cp_size=2 mesh.ep_size=2"),
@@ -204,14 +197,14 @@ def select_rows(names: str, ranks: int, fixed: Sequence[str]) -> Selection:
             if values.get(key, value) != value
         ]
         if row.ranks > ranks:
-            left_out[name] = f"it has {row.ranks} ranks, and --ranks is {ranks}"
+            left_out[name] = f"{row.ranks} ranks are more than {ranks}"
         elif other:
-            left_out[name] = f"it sets {other[0]}"
+            left_out[name] = f"these set {other[0]}"
     rows = [row for row in ROWS.values() if row.name in chosen.keys() - left_out.keys()]
     if not rows:
         name, reason = next(iter(left_out.items()))
         raise ConfigError(
-            f"--rows {names} leaves nothing to train: {name} is left out since {reason}; name "
+            f"--rows {names} leaves nothing to train: {name} is left out, as {reason}; name "
             "other rows, or leave out settings"
         )
     return Selection(rows, left_out)

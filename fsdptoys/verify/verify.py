@@ -156,9 +156,7 @@ class Runner:
         assert isinstance(figures, Figures)
         return judge(figures, reference, SAVED_STEP + 1 if in_folder else 1)
 
-    def configure(
-        self, overrides: Sequence[str], ranks: int
-    ) -> tuple[Config, Split]:
+    def configure(self, overrides: Sequence[str], ranks: int) -> tuple[Config, Split]:
         """Compose and check the configuration of ranks, and divide the global batch among them."""
         config = compose_config([*self._overrides, *overrides])
         copied = copy.deepcopy(config)
@@ -173,9 +171,7 @@ class Runner:
 
     def reference(self, row: Row, split: Split) -> Reference:
         """Return the plain loop's numbers for a row, trained once."""
-        words = tuple(
-            word for word in row.overrides if word.startswith(OF_REFERENCE)
-        )
+        words = tuple(word for word in row.overrides if word.startswith(OF_REFERENCE))
         key = split, words
         if key not in self._references:
             config, _ = self.configure([*words, "parallel=single"], 1)

@@ -19,6 +19,7 @@ KINDS = ("embedding", "attention", "mlp", "experts", "router", "norms", "head")
 PARAMETERS = 0
 """In place of a step: the final parameters."""
 
+
 @dataclass
 class Trajectory:
     """Numbers of a training run to compare."""

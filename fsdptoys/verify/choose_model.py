@@ -1,0 +1,84 @@
+"""The model of a verification: a preset, an own model, or a folder, in a small form."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fsdptoys.config.choices import list_choices
+from fsdptoys.config.compose import compose_config
+from fsdptoys.errors import ConfigError
+from fsdptoys.utils.text import one_line, suggestion, value_text
+
+from .shrink import shrink_model
+
+CONFIG_FILE = "config.json"
+
+
+@dataclass
+class ChosenModel:
+    """A model, and the overrides that choose it."""
+
+    title: str
+    overrides: list[str]
+    notes: list[str] = field(default_factory=list)
+
+
+def choose_model(
+    names: Sequence[str], overrides: Sequence[str], *, full: bool
+) -> ChosenModel:
+    """Return the model of a command line, in a small form unless ``full``.
+
+    Raises:
+        ConfigError: for an unknown name, a folder without ``config.json``, or no model at all.
+    """
+    words = list(overrides)
+    chosen = [word for word in words if word.startswith("model=")]
+    if names and chosen:
+        raise ConfigError(
+            f"{names[0]} and {chosen[0]} both name the model; leave out one of them"
+        )
+    if not names and not chosen:
+        raise ConfigError(
+            "fsdptoys verify needs a model; write fsdptoys verify llama_debug, or a folder with a "
+            "config.json"
+        )
+    title = names[0] if names else chosen[0].removeprefix("model=")
+    if names:
+        words = [f"model={_preset(names[0])}", *words]
+    if full:
+        return ChosenModel(title, words)
+    return _small(title, words)
+
+
+def _preset(name: str) -> str:
+    """Return the name of a preset or an own model."""
+    presets = list_choices()["model"]
+    if name in presets:
+        return name
+    fix = suggestion(name, presets, "see fsdptoys models")
+    raise ConfigError(
+        f"{name} is neither a model preset nor a folder with a {CONFIG_FILE}; {fix}"
+    )
+
+
+def _small(title: str, words: list[str]) -> ChosenModel:
+    """Add overrides that shrink the model, except of keys that the command line sets."""
+    config = compose_config(words)
+    keys = {word.partition("=")[0] for word in words}
+    positions = config.train.seq_len if "train.seq_len" in keys else 1
+    changes = {
+        f"model.{name}": value
+        for name, value in shrink_model(config.model, positions).items()
+        if f"model.{name}" not in keys
+    }
+    if not changes:
+        return ChosenModel(title, words)
+    small = [f"{key}={value_text(value)}" for key, value in changes.items()]
+    try:
+        compose_config([*words, *small])
+    except ConfigError as mistake:
+        raise ConfigError(
+            f"{title} has no small form with these settings ({one_line(mistake)}); write --full, "
+            "or set the model's sizes"
+        ) from mistake
+    return ChosenModel(title, [*words, *small], [f"small form: {' '.join(small)}"])
