@@ -25,7 +25,7 @@ from fsdptoys.config.choices import list_choices, list_defaults, schema_name
 from fsdptoys.config.named_lists import NAMED_LISTS, named_schemas
 from fsdptoys.config.schema import SCHEMAS, Config
 from fsdptoys.config.sections import Sections
-from fsdptoys.models import MODELS
+from fsdptoys.models import MODELS, NativeConfig
 from fsdptoys.report.setting_effects import BATCH, effect_of
 from fsdptoys.utils.bounds import bounds_of
 from fsdptoys.utils.option_docs import read_docs
@@ -276,6 +276,12 @@ def first_sentence(group: str, choice: str) -> str:
     return comment.partition(". ")[0].rstrip(".") + "."
 
 
+def section_kinds() -> dict[str, Any]:
+    """Section → its dataclass; the families of models share ``NativeConfig``, but for those of
+    other libraries."""
+    return typing.get_type_hints(Config) | {"model": NativeConfig}
+
+
 def options_page() -> str:
     """``docs/options.md``."""
     lines = [
@@ -293,10 +299,9 @@ def options_page() -> str:
             f"{', '.join(f'`{name}`' for name in choices[group])} |"
         )
     lines += ["", "## Top level", "", *table(root_keys(), "")]
-    for section, kind in typing.get_type_hints(Config).items():
+    for section, kind in section_kinds().items():
         if dataclasses.is_dataclass(kind):
-            lines += section_lines(section, kind)  # type: ignore[arg-type]
-    lines += named_sections()
+            lines += section_lines(section, kind)
     lines += [
         "",
         "## experiment",
@@ -355,10 +360,10 @@ def help_keys() -> str:
     """The keys of ``fsdptoys train --help``."""
     lines = [help_line(key, "") for key in root_keys()]
     choices = list_choices()
-    for section, kind in typing.get_type_hints(Config).items():
+    for section, kind in section_kinds().items():
         if not dataclasses.is_dataclass(kind):
             continue
-        shared = list(keys_of(kind))  # type: ignore[arg-type]
+        shared = list(keys_of(kind))
         lines += [
             "",
             f"{section}: {plain_doc(kind)}",
