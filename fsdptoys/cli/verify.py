@@ -8,6 +8,7 @@ fsdptoys verify my_model --import ./my_model.py --ranks 8 --json
 import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,10 +40,15 @@ def verify_command(argv: Sequence[str]) -> int:
     from fsdptoys.verify.text import print_report, to_html, to_json, to_markdown
     from fsdptoys.verify.verify import verify
 
-    request = read_request(
-        options.arguments, options.rows, options.ranks, full=options.full
-    )
-    report: Report = verify(request)
+    with tempfile.TemporaryDirectory() as scratch:
+        request = read_request(
+            options.arguments,
+            options.rows,
+            options.ranks,
+            Path(scratch),
+            full=options.full,
+        )
+        report: Report = verify(request)
     command = shlex.join(["fsdptoys", "verify", *import_options(), *argv])
     if options.json:
         print(to_json(report, command))
@@ -62,7 +68,12 @@ def verify_command(argv: Sequence[str]) -> int:
 
 
 def read_request(
-    arguments: Sequence[str], rows: str, ranks: int | None, *, full: bool
+    arguments: Sequence[str],
+    rows: str,
+    ranks: int | None,
+    scratch: Path,
+    *,
+    full: bool,
 ) -> "Request":
     """Read the model, and settings for every row.
 
@@ -70,6 +81,7 @@ def read_request(
         arguments: without dashes.
         rows: names of rows.
         ranks: most that a row may have; None for the usual number.
+        scratch: empty folder that stays until the end.
         full: keep the model's size.
 
     Raises:
@@ -104,5 +116,5 @@ def read_request(
     if device != "cpu":
         ranks = min(ranks or MOST_RANKS, device_count(device))
     selection = select_rows(rows, ranks or USUAL_RANKS, overrides)
-    model = choose_model(names, overrides, full=full)
+    model = choose_model(names, overrides, scratch, full=full)
     return Request(model.title, model.overrides, selection, device, model.notes)

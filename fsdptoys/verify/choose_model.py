@@ -10,8 +10,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.utils.text import one_line, suggestion, value_text
 
 from .shrink import shrink_model
-
-CONFIG_FILE = "config.json"
+from .shrink_folder import CONFIG_FILE, write_small_folder
 
 
 @dataclass
@@ -24,9 +23,15 @@ class ChosenModel:
 
 
 def choose_model(
-    names: Sequence[str], overrides: Sequence[str], *, full: bool
+    names: Sequence[str], overrides: Sequence[str], scratch: Path, *, full: bool
 ) -> ChosenModel:
     """Return the model of a command line, in a small form unless ``full``.
+
+    Args:
+        names: presets, own models or folders; at most one.
+        overrides: settings.
+        scratch: empty folder for a small ``config.json``, which must stay until the end.
+        full: keep the model's size.
 
     Raises:
         ConfigError: for an unknown name, a folder without ``config.json``, or no model at all.
@@ -43,11 +48,31 @@ def choose_model(
             "config.json"
         )
     title = names[0] if names else chosen[0].removeprefix("model=")
-    if names:
-        words = [f"model={_preset(names[0])}", *words]
+    values = dict(word.partition("=")[::2] for word in overrides)
+    source = Path(values.get("model.path", "")).expanduser()
+    if names and _is_folder(names[0]):
+        source = Path(names[0]).expanduser()
+        settings = ["model=transformers", f"model.path={quoted(source)}", *settings]
+    elif names:
+        settings = [f"model={_preset(names[0])}", *settings]
+    if not full and "model=transformers" in settings:
+        notes = write_small_folder(source, scratch)
+        settings = [word for word in settings if not word.startswith("model.path=")]
+        return ChosenModel(title, [*settings, f"model.path={quoted(scratch)}"], notes)
     if full:
         return ChosenModel(title, words)
     return _small(title, words)
+
+
+def quoted(path: Path) -> str:
+    """Return a path as an override's value."""
+    return value_text(str(path), quote=True)
+
+
+def _is_folder(name: str) -> bool:
+    return Path(name).expanduser().is_dir() and (
+        "/" in name or Path(name, CONFIG_FILE).is_file()
+    )
 
 
 def _preset(name: str) -> str:

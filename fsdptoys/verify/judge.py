@@ -41,13 +41,16 @@ class Verdict:
     """The first tensor that differs."""
 
     @property
-    def text(self) -> str:
-        """The verdict in words."""
+    def words(self) -> str:
+        """The verdict without its sentence."""
         if self.outcome is Outcome.within:
             return f"within {max(self.shares.values()):.1e}"
-        if self.outcome is Outcome.equal:
-            return self.outcome.value
-        return f"{self.outcome.value}: {self.sentence}"
+        return self.outcome.value
+
+    @property
+    def text(self) -> str:
+        """The verdict with its sentence."""
+        return f"{self.words}: {self.sentence}" if self.sentence else self.words
 
 
 @dataclass

@@ -75,7 +75,7 @@ def train_plain(
     rates = [group["lr"] for group in optimizer.param_groups]
     dataset = config.data.build(train.seq_len, config.model.vocab_size, train.data_seed)
     if config.data.mask_documents:
-        model.module.document_end = dataset.end_labels_with_documents()
+        model.keep_documents_apart(dataset.end_labels_with_documents())
     stream = BatchStream(
         dataset.train,
         split.batch_size,

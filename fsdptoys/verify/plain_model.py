@@ -8,13 +8,15 @@ losses from a formula here, over the micro-batches that a group of ranks would r
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdptoys.config.kernel_choice import put_kernels
 from fsdptoys.config.schema import Config
-from fsdptoys.models import DecoderModel, MoEConfig, routers
+from fsdptoys.models import DecoderModel, MoEConfig, TransformersConfig, routers
+from fsdptoys.models.foreign.build import build_causal_lm
 from fsdptoys.parallel.init_weights import init_buffers
 from fsdptoys.train.initial_values import InitialValues
 
@@ -33,26 +35,27 @@ class PlainModel:
     def __init__(
         self, config: Config, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.module: DecoderModel = config.model.build()
-        put_kernels(self.module, config.kernels)
-        values = InitialValues(self.module, config, threads=1)
-        for name, param in self.module.named_parameters():
-            values.fill(param, name)
-        init_buffers(
-            self.module, torch.device("cpu"), config.parallel.buffer_dtype.torch
-        )
+        described, self.module, names = _construct(config, dtype)
+        self._names = names
+        self._params = {
+            name: self.module.get_parameter(names[name])
+            for name, _ in described.named_parameters()
+        }
+        self._buffers = {
+            name: self.module.get_buffer(names[name])
+            for name, _ in described.named_buffers()
+        }
         self.module.to(device)
         if dtype is torch.float64:
             self.module.double()
-        self.masters = {
-            name: nn.Parameter(param.detach().clone())
-            for name, param in self.module.named_parameters()
-        }
+        values = InitialValues(described, config, threads=1)
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        self.masters: dict[str, nn.Parameter] = {}
         """The parameters that an optimizer updates."""
-        if dtype is torch.bfloat16:
-            self.module.bfloat16()
-            # Buffers keep their precision
-            init_buffers(self.module, device, config.parallel.buffer_dtype.torch)
+        for name, param in self._params.items():
+            master = torch.empty(param.shape)
+            values.fill(master, name)
+            self.masters[name] = nn.Parameter(master.to(device, wide))
         self.balance = (
             PlainBalance(self.module, config.model)
             if isinstance(config.model, MoEConfig)
@@ -61,24 +64,31 @@ class PlainModel:
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
         """Logits_BTV of the model's own forward."""
-        logits_BTV: Tensor = self.module(tokens_BT)
+        output: Any = self.module(tokens_BT)
+        logits_BTV: Tensor = output if isinstance(output, Tensor) else output.logits
         return logits_BTV
 
+    def keep_documents_apart(self, end: int) -> None:
+        """Mask attention between documents, which an id ends."""
+        assert isinstance(self.module, DecoderModel), "the configuration was validated"
+        self.module.document_end = end
+
     def buffers(self) -> NamedTensors:
-        """The buffers by name."""
-        return self.module.named_buffers()
+        """The buffers, under the names that they have in a run."""
+        names = {name: self._names[name] for name in self._buffers}
+        return [(name, self.module.get_buffer(path)) for name, path in names.items()]
 
     @torch.no_grad()
     def load(self) -> None:
         """Copy the masters into the model, rounded to its dtype."""
-        for name, param in self.module.named_parameters():
+        for name, param in self._params.items():
             param.copy_(self.masters[name])
 
     @torch.no_grad()
     def take_gradients(self) -> dict[str, Tensor]:
         """Return the gradients in the masters' dtype, and free them; zeros where there are none."""
         grads = {}
-        for name, param in self.module.named_parameters():
+        for name, param in self._params.items():
             master = self.masters[name]
             grads[name] = (
                 torch.zeros_like(master)
@@ -87,6 +97,27 @@ class PlainModel:
             )
             param.grad = None
         return grads
+
+
+def _construct(
+    config: Config, dtype: torch.dtype
+) -> tuple[DecoderModel, nn.Module, dict[str, str]]:
+    """Return the model that a run describes, the one that its own code builds on the CPU, and names
+    of parameters and buffers of the first → those of the second."""
+    lower = dtype is torch.bfloat16
+    if isinstance(config.model, TransformersConfig):
+        with torch.device("meta"):
+            described = config.model.build()
+        module = build_causal_lm(config.model, dtype if lower else torch.float32)
+        module.config.use_cache = False
+        return described, module, described.hugging_face_names
+    model: DecoderModel = config.model.build()
+    put_kernels(model, config.kernels)
+    if lower:
+        model.bfloat16()
+    init_buffers(model, torch.device("cpu"), config.parallel.buffer_dtype.torch)
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return model, model, {name: name for name, _ in named}
 
 
 class PlainBalance:

@@ -31,7 +31,12 @@ PERIODS = ("moe_every", "nope_every")
 """Fields: every N-th block is of another kind."""
 HIDDEN = ("ffn_dim", "expert_ffn_dim")
 """Fields that scale with the width."""
-LIMITS = {"attention_chunk_len": CHUNK, "temperature_floor": FLOOR}
+LIMITS = {
+    "n_experts": EXPERTS,
+    "top_k": CHOSEN_EXPERTS,
+    "attention_chunk_len": CHUNK,
+    "temperature_floor": FLOOR,
+}
 """Field → its largest value."""
 
 
@@ -46,13 +51,10 @@ def shrink_model(model: ModelConfig, positions: int = POSITIONS) -> dict[str, An
         field.name: getattr(model, field.name) for field in dataclasses.fields(model)
     }
     new = _layers(old) | _widths(model, old)
-    if old["vocab_size"] > LARGEST_VOCABULARY:
+    if old.get("vocab_size", 0) > LARGEST_VOCABULARY:
         new["vocab_size"] = VOCABULARY
-    if old["max_seq_len"] > SMALL_POSITIONS:
+    if old.get("max_seq_len", 0) > SMALL_POSITIONS:
         new["max_seq_len"] = min(old["max_seq_len"], max(POSITIONS, positions))
-    if old.get("n_experts") is not None:
-        new["n_experts"] = min(old["n_experts"], EXPERTS)
-        new["top_k"] = min(old["top_k"], CHOSEN_EXPERTS)
     for name, limit in LIMITS.items():
         if old.get(name) is not None:
             new[name] = min(old[name], limit)
@@ -60,23 +62,25 @@ def shrink_model(model: ModelConfig, positions: int = POSITIONS) -> dict[str, An
 
 
 def _layers(old: dict[str, Any]) -> dict[str, Any]:
+    if "n_layers" not in old:
+        return {}
     period = math.lcm(*(old.get(name) or 1 for name in PERIODS))
     return {"n_layers": min(old["n_layers"], max(LAYERS, period))}
 
 
 def _widths(model: ModelConfig, old: dict[str, Any]) -> dict[str, Any]:
     """Heads, and all that is as wide as they are together."""
-    dim = old["dim"]
-    heads = old["n_heads"]
+    dim = old.get("dim", 0)
+    heads = old.get("n_heads", 0)
     key_heads = old.get("n_kv_heads") or heads
-    if dim <= SMALL_WIDTH or heads % key_heads:
+    if dim <= SMALL_WIDTH or not heads or heads % key_heads:
         return {}
     group = min(heads // key_heads, GROUP)
     new_key_heads = min(key_heads, HEADS // group)
     new_heads = new_key_heads * group
     head_width = min(model.head_width, HEAD_WIDTH)
     share = dim / (heads * model.head_width)
-    new_dim = _rounded(new_heads * head_width * share)
+    new_dim = rounded(new_heads * head_width * share)
     new = {"dim": new_dim, "n_heads": new_heads}
     if "n_kv_heads" in old:
         new["n_kv_heads"] = new_key_heads
@@ -84,10 +88,10 @@ def _widths(model: ModelConfig, old: dict[str, Any]) -> dict[str, Any]:
         new["head_dim"] = head_width
     for name in HIDDEN:
         if old.get(name) is not None:
-            new[name] = _rounded(old[name] * new_dim / dim)
+            new[name] = rounded(old[name] * new_dim / dim)
     return new
 
 
-def _rounded(width: float) -> int:
+def rounded(width: float) -> int:
     """The nearest multiple of 16, at least one."""
     return max(16, round(width / 16) * 16)

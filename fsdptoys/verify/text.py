@@ -66,7 +66,7 @@ def description(report: Report) -> list[str]:
         for reason, names in reasons.items()
     ]
     return [
-        f"{config.model.name or config.model.family}, {elements:,} parameters, "
+        f"{report.request.title}, {elements:,} parameters, "
         f"{config.train.steps} steps of {config.train.seq_len} tokens a sequence",
         *report.request.notes,
         f"torch {torch.__version__}, Python {platform.python_version()}, {device}, "
@@ -82,6 +82,14 @@ def print_report(report: Report, console: Console) -> None:
     console.print()
     rows = [HEADINGS, *(_cells(result) for result in report.results)]
     print_grid(rows, "lrrrrrl", console, headed=True)
+    sentences = [
+        (result.row.name, result.verdict.text)
+        for result in report.results
+        if result.verdict.sentence
+    ]
+    if sentences:
+        console.print()
+        print_grid(sentences, "ll", console)
     console.print()
     console.print(summary(report), highlight=False, markup=False, emoji=False)
 
@@ -89,7 +97,11 @@ def print_report(report: Report, console: Console) -> None:
 def to_markdown(report: Report, command: str) -> str:
     """Return a page, without times."""
     rows = [
-        (*_cells(result), f"`{result.row.overrides_text()}`")
+        (
+            *_cells(result)[:-1],
+            result.verdict.text,
+            f"`{result.row.overrides_text()}`",
+        )
         for result in report.results
     ]
     table = markdown_table([(*HEADINGS, "settings"), *rows], right=range(1, 6))
@@ -168,7 +180,7 @@ def _cells(result: RowResult) -> tuple[str, ...]:
     figures = [
         _share(verdict.shares[name]) if verdict.shares else "" for name in FIGURES
     ]
-    return result.row.name, str(result.row.ranks), *figures, verdict.text
+    return result.row.name, str(result.row.ranks), *figures, verdict.words
 
 
 def _share(share: float) -> str:
