@@ -352,6 +352,8 @@ def print_run(run: ResolvedRun, environment: Mapping[str, str]) -> None:
             stdout=True,
         )
     config = run.composition.config
+    for note in config.model.notes():
+        print_status(note, stdout=True)
     if config.parallel.capabilities.shards_parameters:
         size = config.mesh.shard_ranks(run.world_size)
         if (sentence := straddling(size, run.world_size, run.local_ranks)) is not None:

@@ -23,6 +23,7 @@ from .config import ReducingConfig
 from .precision import DType
 from .wrap import (
     Unit,
+    check_float32_modules,
     class_units,
     position_units,
     size_units,
@@ -167,8 +168,14 @@ class FSDPConfig(ReducingConfig):
         return any(name.startswith("layers.") and name.count(".") > 1 for name in names)
 
     def check_model(self, model: ModelConfig) -> None:
-        """Check that the model has the classes of ``wrap_classes``."""
+        """Check that the model has the classes of ``wrap_classes``, and units of one dtype."""
         self.hooks_parts_of_blocks(model)
+        if (
+            self.param_dtype is not DType.float32
+            and model.capabilities.has_float32_modules
+        ):
+            built = _on_meta(repr(model), Uncached(model))
+            check_float32_modules(built, self.name, self.param_dtype.value)
 
 
 def _text(value: object) -> str:

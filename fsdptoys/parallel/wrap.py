@@ -174,6 +174,23 @@ def split_off_float32(model: DecoderModel, units: Sequence[Unit]) -> list[Unit]:
     return sorted([*others, *inner], key=lambda unit: names.index(unit.modules[0]))
 
 
+def check_float32_modules(model: DecoderModel, strategy: str, dtype: str) -> None:
+    """Check that the modules that compute in float32 contain no others.
+
+    Raises:
+        ConfigError: naming one that does, which no unit of one dtype can have.
+    """
+    kept = set(model.float32_modules)
+    for name in model.float32_modules:
+        for path, _ in model.get_submodule(name).named_parameters(prefix=name):
+            if path.rpartition(".")[0] not in kept:
+                raise ConfigError(
+                    f"parallel.param_dtype={dtype} keeps parameters of {name} in float32 beside "
+                    f"others, which units of parallel={strategy} cannot; set parallel=ddp or "
+                    "parallel.param_dtype=float32"
+                )
+
+
 def own_parameters(modules: list[list[nn.Module]]) -> list[list[nn.Parameter]]:
     """Parameters of each group of modules that no later group has; outer modules must come before
     inner ones."""

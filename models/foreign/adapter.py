@@ -64,6 +64,7 @@ class TransformersModel(DecoderModel):
             self.add_module(own_name, child)
         self._has_norm = parts.norm is not None
         if not self._has_norm:
+            assert "norm" not in self.children_of_decoder
             self.norm = nn.Identity()
         parts.head.__class__ = TransformersHead
         parts.head.form = form
@@ -118,8 +119,19 @@ class TransformersModel(DecoderModel):
 
     def initialization(self) -> RecordedInitialization:
         """Record transformers' initialization; on the meta device, before anything is replaced."""
+        buffers = [
+            self.decoder._buffers,
+            *(module._buffers for module in self.modules()),
+        ]
         return RecordedInitialization(
-            self.hf, {param: name for name, param in self.named_parameters()}
+            self.hf,
+            {param: name for name, param in self.named_parameters()},
+            [
+                buffer
+                for own in buffers
+                for buffer in own.values()
+                if buffer is not None
+            ],
         )
 
     def row_initializer(self) -> RowInitializer:

@@ -9,6 +9,7 @@ classes choose. So the dtypes are read from a second model on the meta device.
 """
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,6 +68,19 @@ def buffer_dtypes(
         if (id(module), name) in owners:
             result[module, name] = dtypes[their_name]
     return result
+
+
+def undefined_buffers(
+    model: "TransformersModel", written: Sequence[Tensor]
+) -> list[str]:
+    """Names of buffers that an initialization did not write."""
+    ids = {id(buffer) for buffer in written}
+    return [
+        f"{type(module).__name__}.{name}"
+        for module in modules_with_buffers(model)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and id(buffer) not in ids
+    ]
 
 
 def float32_names(model: nn.Module, hf: Any) -> list[str]:

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .buffers import undefined_buffers
+
 if TYPE_CHECKING:
     from .adapter import TransformersModel
     from .config import TransformersConfig
 
+FINAL_NORMS = ("norm", "norm_f", "ln_f", "final_layer_norm", "final_layernorm")
 RESERVED = frozenset({"hf", "decoder", "config", "context", "lm_head"})
 """Attributes of the adapter, which a child of a decoder must not replace."""
 
@@ -103,48 +106,80 @@ def check_model(config: "TransformersConfig") -> None:
     Raises:
         ValueError: with the first problem.
     """
+    facts = find_facts(config)
+    if config.init_from is None and facts.undefined:
+        name, reason = next(iter(facts.undefined.items()))
+        raise ValueError(
+            f"model.init_from=null draws initial values, and {name} of {facts.class_name} has "
+            f"none: {reason}; set model.init_from to a folder with weights"
+        )
+    if facts.undefined_buffers:
+        raise ValueError(
+            f"{facts.class_name} has a buffer {facts.undefined_buffers[0]} that transformers "
+            "computes only where it constructs a model on a device; train another model"
+        )
+    if facts.dropout:
+        raise ValueError(
+            f"{facts.class_name} has a dropout of {facts.dropout} that config.json does not name; "
+            "train another model"
+        )
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a model only once it is built."""
+
+    class_name: str
+    undefined: dict[str, str]
+    """Parameters without initial values → why."""
+    undefined_buffers: list[str]
+    """Buffers that transformers' initialization leaves alone."""
+    dropout: float
+    """Of a module, after those of the configuration are set to 0."""
+    zero_rows: dict[str, list[int]]
+    """Rows of lookup tables that are zero and do not train."""
+
+
+def find_facts(config: "TransformersConfig") -> Facts:
+    """Build a model on the meta device and look at it; once for each configuration."""
     assert config.config is not None
-    _check_once(config.config, config.layers, config.init_from is None)
+    return _find_facts(config.config, config.layers)
 
 
 @functools.lru_cache(maxsize=16)
-def _check_once(text: str, layers: int | None, draws: bool) -> None:
+def _find_facts(text: str, layers: int | None) -> Facts:
     from .config import TransformersConfig
 
-    config = TransformersConfig(config=text, layers=layers)
     with torch.device("meta"):
-        model = config.build()
-    problems = model.initialization().problems()
-    if draws and problems:
-        name, reason = next(iter(problems.items()))
-        raise ValueError(
-            f"model.init_from=null draws initial values, and {name} of {type(model.hf).__name__} "
-            f"has none: {reason}; set model.init_from to a folder with weights"
-        )
-    drops = [
-        module
+        model = TransformersConfig(config=text, layers=layers).build()
+    initialization = model.initialization()
+    dropouts = [
+        module.p
         for module in model.modules()
-        if isinstance(module, nn.Dropout) and module.p
+        if isinstance(module, nn.modules.dropout._DropoutNd)
     ]
-    if drops:
-        raise ValueError(
-            f"{type(model.hf).__name__} has a dropout of {drops[0].p} that config.json does not "
-            "name; train another model"
-        )
+    return Facts(
+        class_name=type(model.hf).__name__,
+        undefined=initialization.problems(),
+        undefined_buffers=undefined_buffers(model, initialization.written_buffers),
+        dropout=max(dropouts, default=0.0),
+        zero_rows={
+            name: list(rows) for name, rows in initialization.zero_rows().items()
+        },
+    )
 
 
 def _norm_after(children: dict[str, Any], blocks: nn.ModuleList) -> nn.Module | None:
-    """The last normalization registered after the blocks, or else before them."""
+    """The final normalization: a child of a usual name, or the last one after the blocks."""
 
-    def is_norm(name: str, module: nn.Module) -> bool:
-        has_params = next(module.parameters(), None) is not None
-        described = f"{name} {type(module).__name__}".lower()
-        return has_params and ("norm" in described or name.startswith("ln_"))
+    def is_norm(name: str) -> bool:
+        return "norm" in f"{name} {type(children[name]).__name__}".lower()
 
     names = list(children)
     end = next(index for index, name in enumerate(names) if children[name] is blocks)
-    after = [name for name in names[end + 1 :] if is_norm(name, children[name])]
-    return children[after[-1]] if after else None
+    usual = [name for name in FINAL_NORMS if children.get(name) is not None]
+    found = usual or [name for name in names[end + 1 :] if is_norm(name)]
+    return children[found[-1]] if found else None
 
 
 def _block_parts(blocks: nn.ModuleList) -> tuple[str, ...]:

@@ -127,8 +127,18 @@ class TransformersConfig(ModelConfig):
         return key in ("path", "max_len") or super().is_cosmetic(key)
 
     def notes(self) -> list[str]:
-        """Say what is set otherwise than in the file."""
-        return self.architecture.notes
+        """Say what is set otherwise than in the file, and what does not train."""
+        from .checks import find_facts
+
+        rows = [
+            f"{name} row {row}"
+            for name, zeros in find_facts(self).zero_rows.items()
+            for row in zeros
+        ]
+        padding = [
+            f"{', '.join(rows)} stays zero, as in transformers (pad_token_id in config.json)"
+        ]
+        return [*self.architecture.notes, *padding[: len(rows)]]
 
     def build(self) -> Any:
         """Construct the model."""

@@ -62,8 +62,12 @@ class Program:
 class Recorder(TorchDispatchMode):
     """Records operations in place on parameters, which are known by their storage."""
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], buffers: Sequence[Tensor] = ()
+    ) -> None:
         super().__init__()
+        self.written_buffers: list[Tensor] = []
+        self._buffers = {buffer.untyped_storage()._cdata: buffer for buffer in buffers}
         self.programs = {name: Program() for name in parameters}
         self._of = {
             param.untyped_storage()._cdata: (name, param)
@@ -79,6 +83,9 @@ class Recorder(TorchDispatchMode):
             found = self._of.get(args[0].untyped_storage()._cdata)
             if found is not None:
                 self._record(*found, operation, args, kwargs or {})
+            buffer = self._buffers.get(args[0].untyped_storage()._cdata)
+            if buffer is not None:
+                self.written_buffers.append(buffer)
         return result
 
     def _record(
@@ -113,19 +120,22 @@ class Recorder(TorchDispatchMode):
 
 
 def record_initialization(
-    causal_lm: Any, names: Mapping[nn.Parameter, str]
-) -> dict[str, Program]:
-    """Record how transformers initializes each parameter of a model on the meta device.
+    causal_lm: Any,
+    names: Mapping[nn.Parameter, str],
+    buffers: Sequence[Tensor] = (),
+) -> Recorder:
+    """Record how transformers initializes a model on the meta device.
 
     Args:
         causal_lm: of transformers.
         names: of parameters; a shared one has the name of the one that is initialized.
+        buffers: of the model.
     """
     with _separate_heads(causal_lm), _initialized_again(causal_lm):
         parameters = {name: param for param, name in names.items()}
-        with Recorder(parameters) as recorder:
+        with Recorder(parameters, buffers) as recorder:
             causal_lm.initialize_weights()
-    return recorder.programs
+    return recorder
 
 
 class RecordedInitialization:
@@ -134,10 +144,18 @@ class RecordedInitialization:
     Args:
         causal_lm: of transformers, on the meta device.
         names: of its parameters.
+        buffers: of the model.
     """
 
-    def __init__(self, causal_lm: Any, names: Mapping[nn.Parameter, str]) -> None:
-        self.programs = record_initialization(causal_lm, names)
+    def __init__(
+        self,
+        causal_lm: Any,
+        names: Mapping[nn.Parameter, str],
+        buffers: Sequence[Tensor] = (),
+    ) -> None:
+        recorder = record_initialization(causal_lm, names, buffers)
+        self.programs = recorder.programs
+        self.written_buffers = recorder.written_buffers
         owners = {
             name: (module, attribute)
             for module in causal_lm.modules()
