@@ -6,17 +6,39 @@ work on single tokens; attention asks the context, which exchanges queries, keys
 other ranks. Without context parallelism, and with a cache, a rank has full sequences.
 
 Shapes: B batch, T tokens of a full sequence, t of this rank's part, H query heads, G key/value
-heads, K width of a head.
+heads, K width of a head, V width of its values where it differs.
 """
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .ops import Ops, leave_uncompiled
+
+
+class RowAttention(Protocol):
+    """Attention of some heads and rows, by a function that knows their positions."""
+
+    def __call__(
+        self,
+        q_BhPK: Tensor,
+        k_BgSK: Tensor,
+        v_BgSV: Tensor,
+        heads: slice,
+        start: int,
+    ) -> Tensor:
+        """Return (B, h, P, V).
+
+        Args:
+            q_BhPK: queries of the rows ``start`` to ``start + P``.
+            k_BgSK: keys of the first ``start + P`` tokens; g divides h.
+            v_BgSV: values of the same tokens; their width may differ.
+            heads: which of all query heads these are.
+            start: position of the first query.
+        """
 
 
 class Context(ABC):
@@ -60,6 +82,15 @@ class Context(ABC):
             mask: result of ``mask``, which has the chunks in it; None for one document.
         """
 
+    def attend_rows(
+        self, q_BHtK: Tensor, k_BGtK: Tensor, v_BGtV: Tensor, attend: RowAttention
+    ) -> Tensor:
+        """Attention by a function of rows over the full sequence; returns (B, H, t, V).
+
+        Models with windows, sinks or masks of their own use it. Not every context has it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no attention of rows")
+
 
 class FullSequences(Context):
     """One rank computes each sequence."""
@@ -94,6 +125,12 @@ class FullSequences(Context):
         )
         return out.unflatten(0, (B, -1)).transpose(1, 2).flatten(2, 3)[:, :, :T]
 
+    def attend_rows(
+        self, q_BHtK: Tensor, k_BGtK: Tensor, v_BGtV: Tensor, attend: RowAttention
+    ) -> Tensor:
+        """All rows of all heads."""
+        return attend(q_BHtK, k_BGtK, v_BGtV, slice(0, q_BHtK.shape[1]), 0)
+
 
 FULL_SEQUENCES = FullSequences()
 
@@ -117,6 +154,10 @@ class Wrapped(Context):
         """The inner context's attention."""
         return self.inner.attend(*args)
 
+    def attend_rows(self, *args: Any) -> Tensor:
+        """The inner context's attention of rows."""
+        return self.inner.attend_rows(*args)
+
 
 class Uncompiled(Wrapped):
     """A context that the compiler does not see into."""
@@ -125,6 +166,11 @@ class Uncompiled(Wrapped):
     def attend(self, *args: Any) -> Tensor:
         """The inner context's attention."""
         return self.inner.attend(*args)
+
+    @leave_uncompiled
+    def attend_rows(self, *args: Any) -> Tensor:
+        """The inner context's attention of rows."""
+        return self.inner.attend_rows(*args)
 
 
 def _fold_chunks(x_BHTK: Tensor, chunk_len: int) -> Tensor:

@@ -26,6 +26,7 @@ from fsdptoys.models.block_attention import (
     blocks_between,
     flash_blocks,
 )
+from fsdptoys.models.context import RowAttention
 from fsdptoys.models.kernels import dense_rows
 from fsdptoys.models.ops import Ops
 
@@ -93,6 +94,25 @@ class Gathered(HeadTail):
                 q_BHtK.chunk(2, 2), starts, mask or (None, None), strict=True
             )
         ]
+        return torch.cat(pieces, dim=2)
+
+    def attend_rows(
+        self, q_BHtK: Tensor, k_BGtK: Tensor, v_BGtV: Tensor, attend: RowAttention
+    ) -> Tensor:
+        """Gather keys and values, and attend with each piece of the queries."""
+        part = torch.cat((k_BGtK, v_BGtV), dim=-1)
+        widths = [k_BGtK.shape[-1], v_BGtV.shape[-1]]
+        k_BGTK, v_BGTV = _GatherSequence.apply(part, self._group).split(widths, -1)
+        size = q_BHtK.shape[2] // 2
+        heads = slice(0, q_BHtK.shape[1])
+        pieces = []
+        for q_BHcK, start in zip(
+            q_BHtK.chunk(2, 2), self.starts(2 * size * self.ranks), strict=True
+        ):
+            seen = slice(0, start + size)
+            pieces.append(
+                attend(q_BHcK, k_BGTK[:, :, seen], v_BGTV[:, :, seen], heads, start)
+            )
         return torch.cat(pieces, dim=2)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdptoys.models import Context
-from fsdptoys.models.context import FULL_SEQUENCES
+from fsdptoys.models.context import FULL_SEQUENCES, RowAttention
 from fsdptoys.models.ops import Ops
 from fsdptoys.toys.cp import RingAttention, own_positions, ulysses_attention
 
@@ -59,6 +59,20 @@ class ToyContext(Context):
             FULL_SEQUENCES.attend, ops=ops, chunk_len=chunk_len, mask=mask
         )
         return ulysses_attention(q_BHtK, k_BGtK, v_BGtK, self._group, some_heads)
+
+    def attend_rows(
+        self, q_BHtK: Tensor, k_BGtK: Tensor, v_BGtV: Tensor, attend: RowAttention
+    ) -> Tensor:
+        """Attend with this rank's heads; a ring does not."""
+        if self._is_ring:
+            return super().attend_rows(q_BHtK, k_BGtK, v_BGtV, attend)
+        heads = q_BHtK.shape[1] // self.ranks
+        first = self._group.rank() * heads
+
+        def some_heads(q_BhTK: Tensor, k_BhTK: Tensor, v_BhTV: Tensor) -> Tensor:
+            return attend(q_BhTK, k_BhTK, v_BhTV, slice(first, first + heads), 0)
+
+        return ulysses_attention(q_BHtK, k_BGtK, v_BGtV, self._group, some_heads)
 
 
 class ToyCP(ToyDDP):

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fsdptoys.models import Context
-from fsdptoys.models.context import FULL_SEQUENCES
+from fsdptoys.models.context import FULL_SEQUENCES, RowAttention
 from fsdptoys.models.ops import Ops
 
 
@@ -53,15 +54,41 @@ class Ulysses(Context):
         mask: Any = None,
     ) -> Tensor:
         """Exchange heads for sequence, attend, and exchange back."""
-        G = k_BGtK.shape[1]
-        copies = math.lcm(G, self.ranks) // G
-        if copies > 1:
-            k_BGtK, v_BGtK = (
-                x.repeat_interleave(copies, dim=1) for x in (k_BGtK, v_BGtK)
-            )
+        k_BGtK, v_BGtK = self._copy_heads(k_BGtK, v_BGtK)
         q_BhTK, k_BhTK, v_BhTK = self._gather_sequence(q_BHtK, k_BGtK, v_BGtK)
         out_BhTK = FULL_SEQUENCES.attend(q_BhTK, k_BhTK, v_BhTK, ops, chunk_len, mask)
         return self._gather_heads(out_BhTK)
+
+    def attend_rows(
+        self, q_BHtK: Tensor, k_BGtK: Tensor, v_BGtV: Tensor, attend: RowAttention
+    ) -> Tensor:
+        """Exchange heads for sequence, attend with this rank's heads, and exchange back."""
+        k_BGtK, v_BGtV = self._copy_heads(k_BGtK, v_BGtV)
+        width = v_BGtV.shape[-1]
+        # One message has one width
+        widest = max(q_BHtK.shape[-1], width)
+        padded = (
+            F.pad(x, (0, widest - x.shape[-1])) for x in (q_BHtK, k_BGtK, v_BGtV)
+        )
+        q_BhTW, k_BhTW, v_BhTW = self._gather_sequence(*padded)
+        heads = q_BhTW.shape[1]
+        first = self._rank * heads
+        out_BhTV = attend(
+            q_BhTW[..., : q_BHtK.shape[-1]],
+            k_BhTW[..., : q_BHtK.shape[-1]],
+            v_BhTW[..., :width],
+            slice(first, first + heads),
+            0,
+        )
+        return self._gather_heads(out_BhTV)
+
+    def _copy_heads(self, *xs_BGtK: Tensor) -> tuple[Tensor, ...]:
+        """Copies of key/value heads, so that the ranks divide them."""
+        G = xs_BGtK[0].shape[1]
+        copies = math.lcm(G, self.ranks) // G
+        if copies == 1:
+            return xs_BGtK
+        return tuple(x.repeat_interleave(copies, dim=1) for x in xs_BGtK)
 
     def _gather_sequence(self, *xs_BHtK: Tensor) -> tuple[Tensor, ...]:
         """Full sequences of this rank's share of each tensor's heads, as views with tokens
