@@ -67,9 +67,7 @@ class Ulysses(Context):
         width = v_BGtV.shape[-1]
         # One message has one width
         widest = max(q_BHtK.shape[-1], width)
-        padded = (
-            F.pad(x, (0, widest - x.shape[-1])) for x in (q_BHtK, k_BGtK, v_BGtV)
-        )
+        padded = (F.pad(x, (0, widest - x.shape[-1])) for x in (q_BHtK, k_BGtK, v_BGtV))
         q_BhTW, k_BhTW, v_BhTW = self._gather_sequence(*padded)
         heads = q_BhTW.shape[1]
         first = self._rank * heads

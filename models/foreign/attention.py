@@ -132,9 +132,7 @@ def make_mask(
             "own, which is not known at positions of full sequences; set mesh.cp_size=1 and "
             "data.mask_documents=false"
         )
-    return Mask(
-        mask_function, mask_function is causal_mask_function, _sequences.get()
-    )
+    return Mask(mask_function, mask_function is causal_mask_function, _sequences.get())
 
 
 def attend(
@@ -206,9 +204,7 @@ def attend(
                 scaled = _scale_queries(q_BhPK, scale)
                 return masked_attention(scaled, k_BgSK, v_BgSV, added)
             sinks = None if s_aux is None else s_aux[heads]
-            return _attend_plainly(
-                q_BhPK, k_BgSK, v_BgSV, added, scale, softcap, sinks
-            )
+            return _attend_plainly(q_BhPK, k_BgSK, v_BgSV, added, scale, softcap, sinks)
 
         out_BHtV = context.attend_rows(query, key, value, attend_rows)
     return out_BHtV.transpose(1, 2).contiguous(), None

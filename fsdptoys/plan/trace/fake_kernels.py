@@ -8,7 +8,9 @@ Source: PyTorch's ``sdp_utils.cpp`` (choice of attention).
 
 import copy
 import functools
+import importlib
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -38,6 +40,7 @@ from .op_costs import fuses_rms_norm
 from .planned_operators import (
     COMPILED,
     NPU_OPERATORS,
+    grouped_matmul,
     npu_attention,
     rms_norm,
     update_low_bit,
@@ -211,6 +214,16 @@ class PlannedGrouped(grouped.Grouped):
         self.grouped_mm = grouped_mm
 
 
+def _grouped_linear(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
+    """transformers' grouped matmul; torch's infers the shapes of bfloat16 only."""
+    native = getattr(F, "grouped_mm", None)
+    left = left.to(right.dtype)
+    if right.dtype == torch.bfloat16 and native is not None:
+        multiplied: Tensor = native(left, right, offs=offs)
+        return multiplied
+    return grouped_matmul(left, right, offs)
+
+
 @contextmanager
 def replace_kernels(
     attention: AttentionKind, listener: Listener | None = None
@@ -226,6 +239,9 @@ def replace_kernels(
             [*torch_optimizer._foreach_supported_types, FakeTensor],
         ),
     ]
+    if "transformers" in sys.modules:
+        moe = importlib.import_module("transformers.integrations.moe")
+        replacements.append((moe, "_grouped_mm", _grouped_linear))
     if listener is not None:
         replacements.append(
             (

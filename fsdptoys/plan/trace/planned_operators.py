@@ -164,6 +164,23 @@ class _KeepsInputs(torch.autograd.Function):
         return None, *([gradients] if isinstance(gradients, Tensor) else gradients)
 
 
+class _GroupedMatmul(torch.autograd.Function):
+    """A grouped matmul, whose gradients are grouped matmuls as well; keeps its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
+        ctx.save_for_backward(left, right, offs)
+        output: Tensor = torch.ops.planned.grouped_mm(left, right, offs)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        left, right, offs = ctx.saved_tensors
+        multiply = torch.ops.planned.grouped_mm
+        grad_left = multiply(grads[0], right.mT, offs)
+        return grad_left, multiply(left.t(), grads[0], offs), None
+
+
 class _Rotary(torch.autograd.Function):
     """A compiled rotation; keeps the tables."""
 
@@ -192,6 +209,7 @@ def update_low_bit(
 
 
 rms_norm: Callable[..., Tensor] = _RMSNorm.apply
+grouped_matmul: Callable[[Tensor, Tensor, Tensor], Tensor] = _GroupedMatmul.apply
 npu_attention: Callable[..., Tensor] = _NPUAttention.apply
 
 
