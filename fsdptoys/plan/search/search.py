@@ -107,8 +107,14 @@ def search(
         predict: predicts a validated configuration as ``fast_estimate`` does.
 
     Raises:
-        ConfigError: if no combination is valid, or none fits.
+        ConfigError: if no combination is valid, none fits, or predictions take too long.
     """
+    if not base.model.capabilities.fast_estimate:
+        name = base.model.name or base.model.family
+        raise ConfigError(
+            f"a search makes hundreds of predictions, and each of model={name} is a trace that "
+            "takes seconds; compare single settings with fsdptoys plan"
+        )
     if hardware.device_type == "cpu":  # host memory is where everything is already
         space = dataclasses.replace(
             space, activation_offload=False, optimizer_offload=False, cpu_offload=False

@@ -26,6 +26,7 @@ from fsdptoys.data.synthetic import SyntheticConfig
 from fsdptoys.device.profile import AttentionKind, Hardware
 from fsdptoys.metrics.prediction import Category
 from fsdptoys.models import MoEConfig, npu_kernels
+from fsdptoys.models.foreign.head import TransformersHead
 from fsdptoys.models.layers import LMHead
 from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.parallel.float8 import Float8
@@ -107,7 +108,7 @@ def trainer_program(
                 )
             trainer.strategy.model.register_comm_hook(None, _all_reduce)
         for module in trainer.strategy.model.modules():
-            if isinstance(module, LMHead):
+            if isinstance(module, (LMHead, TransformersHead)):
                 _watch_head(module, recorder)
         trainer.around_step = functools.partial(_ended, recorder)
         stages = fake_stages(recorder) if config.mesh.pp_size > 1 else nullcontext()
@@ -183,7 +184,7 @@ def _all_reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Te
     return future
 
 
-def _watch_head(head: LMHead, recorder: OpRecorder) -> None:
+def _watch_head(head: nn.Module, recorder: OpRecorder) -> None:
     """Categorize allocations in the head's forward and backward as logits and loss."""
 
     def begin(_: nn.Module, args: tuple[Any, ...]) -> None:
