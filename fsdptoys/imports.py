@@ -188,15 +188,22 @@ def _load_file(word: str) -> str:
     is_loaded = stem in _loaded and _is_file(sys.modules[stem].__spec__, path)
     if not is_loaded:
         _refuse_hidden(where, stem, path)
-    if str(path.parent) not in sys.path:
+    folder = str(path.parent)
+    is_new = folder not in sys.path
+    if is_new:
         # Last, so that its files hide no installed module. A fork of the launcher leaves out the
         # current directory, and its own children unpickle classes of the module.
-        sys.path.append(str(path.parent))
+        sys.path.append(folder)
         importlib.invalidate_caches()
     if not is_loaded:
-        module = _run(
-            lambda: importlib.import_module(stem), where, "correct it", file=path
-        )
+        try:
+            module = _run(
+                lambda: importlib.import_module(stem), where, "correct it", file=path
+            )
+        except ConfigError:
+            if is_new:
+                sys.path.remove(folder)
+            raise
         _record(stem, path.name, module.__spec__)
     return str(path)
 

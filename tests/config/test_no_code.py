@@ -19,6 +19,7 @@ from fsdptoys.cli.main import main
 from fsdptoys.imports import VARIABLE, load_imports
 from fsdptoys.models import LlamaConfig
 from tests.harness.families import SIZES
+from tests.harness.own_code import forgotten_imports
 from tests.harness.recorded_runs import run_of, write_run
 from tests.harness.saved_runs import save_run
 
@@ -333,7 +334,7 @@ def folder(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv(VARIABLE, "")
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     return folder
 
@@ -363,6 +364,6 @@ def test_the_planted_module_runs_where_it_is_named_to_run(
     assert (folder / "MARKER").exists()
     (folder / "MARKER").unlink()
     monkeypatch.delitem(sys.modules, MODULE)
-    load_imports(["./planted.py"])
+    with forgotten_imports():
+        load_imports(["./planted.py"])
     assert (folder / "MARKER").exists()
-    monkeypatch.setattr("fsdptoys.imports._loaded", {})
