@@ -40,6 +40,7 @@ from fsdptoys.train.pretrained import TrainedModel, read_device
 from fsdptoys.utils.text import print_status
 
 from .commands import check_count, parse
+from .evaluate_tasks import check_task_options, evaluate_tasks
 
 Batch = tuple[Tensor, Tensor]
 """tokens_BT and labels_BT."""
@@ -75,7 +76,10 @@ def evaluate_command(argv: Sequence[str]) -> int:
             f"--windows {options.windows} limits a run's held-out data, and --text "
             f"{options.text} is read to its end; leave one of them out"
         )
+    check_task_options(options)
     device, dtype = read_device(options.device, options.dtype)
+    if options.tasks is not None:
+        return evaluate_tasks(options, sources[0], device, dtype)
     content = None
     if options.text is not None:
         try:

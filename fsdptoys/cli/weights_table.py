@@ -136,11 +136,14 @@ eos_token_id, if it has one.
     generate.flag("--json", "prompts, texts and added ids, as a list of objects")
 
     evaluate = add(
-        "evaluate RUN [options]\nevaluate RUN_OR_DIR --text FILE [options]",
-        "loss and perplexity of such a model on a text, or on its run's held-out data",
+        "evaluate RUN [options]\nevaluate RUN_OR_DIR --text FILE [options]\n"
+        "evaluate RUN_OR_DIR --tasks NAME,NAME [--tasks-dir DIR] [options]",
+        "loss and perplexity of such a model on a text or on its run's held-out data, or scores "
+        "on tasks",
         f"""\
 Print the model's loss in nats per token, perplexity and bits per byte on its run's held-out data,
-or on a text, in independent windows of --context tokens.
+or on a text, in independent windows of --context tokens. With --tasks, print the scores of tasks of
+lm-eval and write them to a file.
 {SOURCE}""",
     )
     evaluate.value(
@@ -154,8 +157,38 @@ or on a text, in independent windows of --context tokens.
         type=integer(1),
     )
     evaluate.value(
-        "--batch N", "windows per batch; default: 1", "8", type=integer(1), default=1
+        "--batch N",
+        "windows, or continuations of tasks, per batch; default: 1",
+        "8",
+        type=integer(1),
+        default=1,
     )
+    evaluate.value(
+        "--tasks NAME,NAME", "tasks of lm-eval, or of --tasks-dir", "my_task"
+    )
+    evaluate.value(
+        "--tasks-dir DIR",
+        "folder with a file NAME.yaml for each task; files with !function are refused",
+        "tasks",
+    )
+    evaluate.value(
+        "--limit N", "use the first N samples of each task", "100", type=integer(1)
+    )
+    evaluate.value(
+        "--few-shot N",
+        "examples before each question; default: as the task says",
+        "5",
+        type=integer(0, 0),
+    )
+    evaluate.value(
+        "--out FILE.json",
+        "path of the tasks' results; default: tasks.json in RUN_OR_DIR",
+    )
+    evaluate.flag(
+        "--allow-task-code",
+        "run the code that task files name; only for files you trust",
+    )
+    evaluate.flag("--allow-downloads", "let tasks download their data sets and metrics")
     _add_model_options(evaluate)
     evaluate.flag("--json", "exact numbers, as an object")
 
