@@ -49,6 +49,11 @@ def check_own_loss(config: LossConfig, vocab_size: int) -> None:
             "or set loss=cross_entropy"
         ) from error
     parts = torch.stack(halves).sum()
+    if not all_tokens.isfinite():
+        raise ConfigError(
+            f"loss={own.name} gives {float(all_tokens)} for {TOKENS} random tokens; correct it, or "
+            "set loss=cross_entropy"
+        )
     if not torch.isclose(all_tokens, parts, rtol=TOLERANCE, atol=TOLERANCE):
         raise ConfigError(
             f"loss={own.name} gives {float(all_tokens):.6g} for {TOKENS} tokens together and "

@@ -3,7 +3,8 @@
 Shapes: B sequences of a micro-batch, T tokens of each.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ def sum_losses(
 
 def held_out_losses(
     strategy: Strategy,
-    loss_fns: Sequence[LossFn],
+    loss_fns: Sequence[Callable[..., Tensor]],
     batches: Iterable[tuple[Tensor, Tensor]],
 ) -> list[float]:
     """Mean losses over all ranks' batches, in nats per token. A collective.
@@ -59,10 +60,10 @@ def held_out_losses(
     first, *others = loss_fns
     more = [zero.clone() for _ in others]
 
-    def loss_fn(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
+    def loss_fn(*inputs: Tensor, **head: Any) -> Tensor:
         for loss_sum, other in zip(more, others, strict=True):
-            loss_sum += other(hidden_ND, weight_VD, labels_N).to(zero.device)
-        return first(hidden_ND, weight_VD, labels_N)
+            loss_sum += other(*inputs, **head).to(zero.device)
+        return first(*inputs, **head)
 
     first_sum, valid = sum_losses(model, loss_fn, batches, zero.device, zero)
     sums = [first_sum, *more]

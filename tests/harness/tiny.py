@@ -20,6 +20,7 @@ from fsdptoys.config.train_config import TrainConfig
 from fsdptoys.data import DataConfig
 from fsdptoys.data.synthetic import SyntheticConfig
 from fsdptoys.errors import ConfigError
+from fsdptoys.loss import CrossEntropyConfig, LossConfig
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.metrics import Console, MetricsConfig
 from fsdptoys.models import (
@@ -183,6 +184,7 @@ def make_config(
     kernels: KernelConfig | None = None,
     device: str = "cpu",
     data: DataConfig | None = None,
+    loss: LossConfig | None = None,
     **train: Any,
 ) -> Config:
     """A validated configuration: ragged padding, clipping, AdamW, two micro-batches, deterministic
@@ -217,6 +219,7 @@ def make_config(
         kernels=copy.copy(
             kernels or (PLAIN_KERNELS if device == "npu" else KernelConfig())
         ),
+        loss=loss or CrossEntropyConfig(),
     )
     config.validate(world_size, device)
     return config
