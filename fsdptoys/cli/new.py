@@ -21,6 +21,7 @@ SETTINGS = {
     "model": ["optim.lr=0.01"],
     "optimizer": ["model=llama_debug", "optim.lr=0.001"],
     "data": ["model=llama_debug", "optim.lr=0.01"],
+    "loss": ["model=llama_debug", "optim.lr=0.01"],
 }
 """Kind → settings with which its test trains."""
 
