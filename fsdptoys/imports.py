@@ -53,12 +53,12 @@ _loaded: dict[str, Import] = {}  # module → record
 _scanned = False
 
 
-def load_imports(words: Sequence[str] = ()) -> None:
+def load_imports(modules: Sequence[str] = ()) -> None:
     """Import the entry points, what the parent process had, and the given modules and files; each
     once.
 
     Args:
-        words: what follows each ``--import``.
+        modules: names and paths of files, as they follow each ``--import``.
 
     Raises:
         ConfigError: in one sentence, for a module that is missing, raises or hides another.
@@ -70,7 +70,7 @@ def load_imports(words: Sequence[str] = ()) -> None:
     inherited = [
         word for word in os.environ.get(VARIABLE, "").split(os.pathsep) if word
     ]
-    names = [_load(word) for word in (*inherited, *words)]
+    names = [_load(word) for word in (*inherited, *modules)]
     if names:
         os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys(names))
 
@@ -104,8 +104,8 @@ def read_records(tree: Any) -> tuple[Import, ...]:
 
 def import_options() -> list[str]:
     """Return the options with which another process loads the same code."""
-    words = os.environ.get(VARIABLE, "").split(os.pathsep)
-    return [part for word in words if word for part in ("--import", word)]
+    modules = os.environ.get(VARIABLE, "").split(os.pathsep)
+    return [part for module in modules if module for part in ("--import", module)]
 
 
 def explain_missing(tree: Any) -> str | None:

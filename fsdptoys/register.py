@@ -213,11 +213,11 @@ def _check_name(kind: Kind, call: str, name: str, cls: type) -> None:
 
 def _make_dataclass(cls: type) -> None:
     """Apply ``@dataclass`` unless it has been applied."""
-    typed = inspect.get_annotations(cls)
+    annotations = inspect.get_annotations(cls)
     for base in filter(dataclasses.is_dataclass, cls.__mro__[1:]):
         for name in (field.name for field in dataclasses.fields(base)):
             value = cls.__dict__.get(name, dataclasses.MISSING)
-            if name in typed or value is dataclasses.MISSING:
+            if name in annotations or value is dataclasses.MISSING:
                 continue
             if not callable(value) and not isinstance(value, property):
                 raise ConfigError(

@@ -191,11 +191,11 @@ def take_imports(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return rest, imports
 
 
-def _load_imports(words: Sequence[str]) -> None:
+def _load_imports(modules: Sequence[str]) -> None:
     """Load own code without garbage collection, since it may import torch."""
     gc.disable()
     try:
-        load_imports(words)
+        load_imports(modules)
     finally:
         gc.freeze()
         gc.enable()

@@ -68,13 +68,13 @@ def use_of(group: str, name: str) -> str:
 def fill(template: str, kind: str, name: str) -> str:
     """Fill a template with a name."""
     settings = [use_of(KINDS[kind].group, name), *SETTINGS.get(kind, [])]
-    words = {
+    values = {
         "name": name,
         "title": name.title().replace("_", ""),
         "settings": json.dumps(settings),
     }
-    words["trains"] = Template(_read("trains")).substitute(words).rstrip()
-    return Template(_read(template)).substitute(words)
+    values["trains"] = Template(_read("trains")).substitute(values).rstrip()
+    return Template(_read(template)).substitute(values)
 
 
 def _read(template: str) -> str:
@@ -89,7 +89,7 @@ def _check_name(kind: str, name: str) -> None:
             "letter at first"
         )
     group = KINDS[kind].group
-    taken = {*list_choices().get(group, ()), *registered(group)}
-    if name in taken or importlib.util.find_spec(name) is not None:
-        owner = f"{group}={name}" if name in taken else f"the module {name}"
+    names = {*list_choices().get(group, ()), *registered(group)}
+    if name in names or importlib.util.find_spec(name) is not None:
+        owner = f"{group}={name}" if name in names else f"the module {name}"
         raise ConfigError(f"{name} is taken by {owner}; choose another name")

@@ -60,8 +60,8 @@ def test_new_names_what_it_cannot_write(
         "optimizer there": "there.py exists already; choose another name",
         "optimizer": "fsdptoys new needs a kind and a name, not optimizer; write",
     }
-    for words, sentence in sentences.items():
-        assert main(["new", *words.split()]) == 2
+    for arguments, sentence in sentences.items():
+        assert main(["new", *arguments.split()]) == 2
         assert sentence in capsys.readouterr().err
     assert os.listdir() == ["there.py"]
 

@@ -113,7 +113,7 @@ def file(name: str, content: bytes | str) -> Edit:
     return edit
 
 
-def words(*commands: str) -> Case:
+def typed_words(*commands: str) -> Case:
     """Commands that name code by themselves."""
     return Case(None, commands)
 
@@ -141,39 +141,39 @@ TAGS = {
 }
 
 COMMAND_LINE = {
-    "a target of Hydra": words("train +_target_=planted.run --cfg job"),
-    "a target in a section": words(
+    "a target of Hydra": typed_words("train +_target_=planted.run --cfg job"),
+    "a target in a section": typed_words(
         "train optim._target_=planted.Planted --cfg job",
         "train +model._target_=planted.Planted --cfg job",
     ),
-    "a choice": words(
+    "a choice": typed_words(
         *(
             f"train {group}={name} --cfg job"
             for group in ("model", "data", "optim", "parallel", "tune", "experiment")
             for name in ("planted", "planted.Planted", "./planted.py")
         )
     ),
-    "imports as a key": words(
+    "imports as a key": typed_words(
         "train imports=[planted] --cfg job",
         "train +imports=[planted.py] --cfg job",
         "train imports=[{name:planted,sha256:0}] --cfg job",
     ),
-    "callbacks of Hydra": words(
+    "callbacks of Hydra": typed_words(
         "train hydra.callbacks.x._target_=planted.Planted --cfg job",
         "train hydra.searchpath=[pkg://planted] --cfg job",
         "train hydra/job_logging=planted --cfg job",
     ),
-    "a launcher": words(
+    "a launcher": typed_words(
         "sweep optim.lr=1,2 hydra/launcher=planted --dry-run",
         "sweep optim.lr=1,2 hydra.launcher._target_=planted.run --dry-run",
     ),
-    "names in lists": words(
+    "names in lists": typed_words(
         "train patches=[planted] --cfg job",
         "train metrics.writers=[planted] --cfg job",
         "train train.callbacks=[planted] --cfg job",
         "train parallel.wrap=block parallel.wrap_classes=[planted.Planted] --cfg job",
     ),
-    "an interpolation": words(
+    "an interpolation": typed_words(
         "train 'model.name=${planted:run}' --cfg job",
         "train 'model.name=${hydra:planted}' --cfg job",
     ),

@@ -126,7 +126,7 @@ def test_file_that_cannot_be_imported_is_named_with_the_line() -> None:
     for name, source in sources.items():
         Path(f"{name}.py").write_text(source)
     Path("json.py").write_text("")
-    Path("two-words.py").write_text("")
+    Path("two-arguments.py").write_text("")
     sentences = {
         "./raising.py": r"\(ZeroDivisionError: division by zero in raising.py, line 2\); correct",
         "./exiting.py": r"\(SystemExit: 3 in exiting.py, line 2\); correct it",
@@ -138,8 +138,8 @@ def test_file_that_cannot_be_imported_is_named_with_the_line() -> None:
         "raising": r"there is no module raising; write --import ./raising.py",
         "a_package.absent": "there is no module a_package;",
         "./json.py": r"has the name of the module json, which can be imported otherwise \(",
-        "./two-words.py": "cannot be imported by its name; rename the file to letters",
-        "two-words": "names no module; write a module's name or the path of a .py file",
+        "./two-arguments.py": "cannot be imported by its name; rename the file to letters",
+        "two-arguments": "names no module; write a module's name or the path of a .py file",
     }
     for word, sentence in sentences.items():
         assert re.search(sentence, refusal(word)), word
@@ -188,7 +188,7 @@ def test_fields_of_a_registered_class_are_options(tmp_path: Path) -> None:
     assert config.to_dict()["optim"]["beta2"] == 0.5
     assert config.to_dict()["imports"] == record_imports()
     assert declared_options()["optim.beta2"].effect is Effect.training
-    for words, sentence in {
+    for arguments, sentence in {
         "optim=copyed": "did you mean optim=copied?",
         "optim=copied optim.beta3=1": "did you mean optim.beta2=1?",
         "optim=copied optim.beta2=high": "must be a finite number; set optim.beta2=0.95",
@@ -198,7 +198,7 @@ def test_fields_of_a_registered_class_are_options(tmp_path: Path) -> None:
         "optim=other": "or add the --import of the code that registers other",
     }.items():
         with pytest.raises(ConfigError, match=re.escape(sentence)):
-            compose_config(words.split())
+            compose_config(arguments.split())
 
 
 def test_ranks_with_other_code_are_refused(tmp_path: Path) -> None:

@@ -65,12 +65,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with own code, and runs of own and of built-in AdamW."""
     folder = tmp_path_factory.mktemp("trained")
     options = write_code(folder, ("data", "model"))
-    for name, words in {
+    for name, arguments in {
         "own": [*options, "optim=copied"],
         "built_in": [*options, *BUILT_IN],
     }.items():
-        words += ["model=own_model", "data=own_data", "data.workers=1", *SETTINGS]
-        ended = run("forks", folder, ["train", *words, f"metrics.run_dir={name}"])
+        arguments += ["model=own_model", "data=own_data", "data.workers=1", *SETTINGS]
+        ended = run("forks", folder, ["train", *arguments, f"metrics.run_dir={name}"])
         assert ended.returncode == 0, ended.stderr
     return folder
 
@@ -92,8 +92,14 @@ def test_ranks_without_forks_load_the_same_code(
 ) -> None:
     """Oracle: the losses of forks, bitwise."""
     options = write_code(tmp_path, ("data", "model"))
-    words = [*options, "optim=copied", "model=own_model", "data=own_data", *SETTINGS]
-    ended = run(start, tmp_path, ["train", *words, "metrics.run_dir=own"])
+    arguments = [
+        *options,
+        "optim=copied",
+        "model=own_model",
+        "data=own_data",
+        *SETTINGS,
+    ]
+    ended = run(start, tmp_path, ["train", *arguments, "metrics.run_dir=own"])
     assert ended.returncode == 0, ended.stderr
     assert losses(tmp_path / "own") == losses(trained / "own")
 
@@ -106,9 +112,15 @@ def test_changed_file_is_named_on_resume(trained: Path, tmp_path: Path) -> None:
     with (folder / "copied.py").open("a") as file:
         file.write("# changed\n")
     options = write_code(tmp_path, ("data", "model"))
-    words = [*options, "optim=copied", "model=own_model", "data=own_data", *SETTINGS]
-    words += ["checkpoint.resume=auto", "train.steps=4", "metrics.run_dir=own"]
-    ended = run("forks", folder, ["train", *words])
+    arguments = [
+        *options,
+        "optim=copied",
+        "model=own_model",
+        "data=own_data",
+        *SETTINGS,
+    ]
+    arguments += ["checkpoint.resume=auto", "train.steps=4", "metrics.run_dir=own"]
+    ended = run("forks", folder, ["train", *arguments])
     assert ended.returncode == 0, ended.stderr
     assert "copied.py has changed since the run recorded its imports" in ended.stderr
     assert losses(folder / "own")[:3] == losses(trained / "own")
@@ -125,8 +137,8 @@ def test_nodes_with_other_code_are_refused(tmp_path: Path) -> None:
         with (folder / "copied.py").open("a") as file:
             file.write(f"# {rank}\n")
     train = f"{sys.executable} -m fsdptoys train --import node$LOCAL_RANK/copied.py"
-    words = " ".join(["optim=copied", "model=llama_debug", *SETTINGS])
-    (tmp_path / "rank.sh").write_text(f"exec {train} {words} metrics.run_dir=run\n")
+    arguments = " ".join(["optim=copied", "model=llama_debug", *SETTINGS])
+    (tmp_path / "rank.sh").write_text(f"exec {train} {arguments} metrics.run_dir=run\n")
     torchrun = [*STARTS["torchrun"][:5], "--no-python", "sh", "rank.sh"]
     ended = subprocess.run(
         torchrun,
@@ -212,9 +224,9 @@ def test_sweep_over_own_options_trains_each_job(tmp_path: Path) -> None:
     """Oracle: the losses of the jobs, which differ, and the sentence of a resume without the
     code."""
     options = write_code(tmp_path)
-    words = ["optim=copied", "optim.beta2=0.5,0.9", "model=llama_debug", *SETTINGS]
-    words += ["launch.nproc_per_node=2", "train.eval_every=0"]
-    ended = run("forks", tmp_path, ["sweep", *options, *words, "--out", "sweep"])
+    arguments = ["optim=copied", "optim.beta2=0.5,0.9", "model=llama_debug", *SETTINGS]
+    arguments += ["launch.nproc_per_node=2", "train.eval_every=0"]
+    ended = run("forks", tmp_path, ["sweep", *options, *arguments, "--out", "sweep"])
     assert ended.returncode == 0, ended.stderr
     first, second = (
         losses(tmp_path / "sweep" / "jobs" / f"0{n}" / "run") for n in (1, 2)
