@@ -18,6 +18,7 @@ from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import read_regular
 from fsdptoys.utils.text import one_line, short_text
 
+from .named_lists import NAMED_LISTS
 from .plan_config import PlanConfig
 from .schema import Config
 
@@ -84,6 +85,7 @@ def read_config(tree: dict[str, Any], where: str) -> Config:
         "plan": PlanConfig(),  # of the planner that ran then, which may have had other settings
         "patches": tree.get("patches", "auto"),
     }
+    tree = _without_unknown_names(tree)
     for name, kind in typing.get_type_hints(Config).items():
         if name not in sections:
             sections[name] = _build(kind, tree.get(name, {}), where, name)
@@ -94,6 +96,18 @@ def read_config(tree: dict[str, Any], where: str) -> Config:
     config.launch.max_restarts = 0
     config.profile.enabled = False
     return config
+
+
+def _without_unknown_names(tree: dict[str, Any]) -> dict[str, Any]:
+    """Leave out writers and callbacks that are not registered here."""
+    for named in NAMED_LISTS:
+        section, _, key = named.key.partition(".")
+        values = tree.get(section)
+        names = values.get(key) if isinstance(values, dict) else None
+        if isinstance(values, dict) and isinstance(names, list):
+            known = [name for name in names if name in named.classes]
+            tree = tree | {section: values | {key: known}}
+    return tree
 
 
 def read_data_config(tree: Mapping[str, Any], where: str) -> DataConfig:

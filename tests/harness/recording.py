@@ -50,13 +50,14 @@ def open_recorder(
     references: dict[str, float] | None = None,
     layout: Layout | None = None,
     defaults: Mapping[str, Any] = {},
+    options: Mapping[str, Any] = {},
     **settings: Any,
 ) -> RunRecorder:
     """Open a recorder of a run of ``steps`` steps; ``settings`` are those of its
-    ``MetricsConfig``."""
+    ``MetricsConfig``, ``options`` those of its writers."""
     settings = {"console": Console.none, "log_every": 10} | settings
     config = MetricsConfig(
         run_dir=None if run_dir is None else str(run_dir), **settings
     )
     start = config, "tiny", tree, environment, steps, references or {}, resumed
-    return RunRecorder(*start, layout=layout, defaults=defaults)
+    return RunRecorder(*start, layout=layout, defaults=defaults, writers=options)
