@@ -35,7 +35,7 @@ from fsdptoys.utils.text import value_text
 ROOT = Path(__file__).parents[1]
 WIDTH = 120
 DEFAULTS_END = "_self_"
-NAMED_SECTIONS = [named.section for named in NAMED_LISTS]
+NAMED_SECTIONS = [name_list.section for name_list in NAMED_LISTS]
 
 SECTIONS_START = "# Sections of one shape, which no group replaces.\n"
 SECTIONS_END = "\n# Each rank composes"
@@ -254,16 +254,16 @@ def table(keys: list[Key], section: str) -> list[str]:
 def named_sections() -> list[str]:
     """The parts of the page on options of names in lists."""
     lines = []
-    for named in NAMED_LISTS:
+    for name_list in NAMED_LISTS:
         lines += [
             "",
-            f"## {named.section}",
+            f"## {name_list.section}",
             "",
-            f"Options of the names in `{named.key}`, as `{named.section}.NAME.KEY`.",
+            f"Options of the names in `{name_list.key}`, as `{name_list.section}.NAME.KEY`.",
         ]
-        for name, schema in named.classes.items():
+        for name, schema in name_list.classes.items():
             if keys := list(keys_of(schema)):
-                prefix = f"{named.section}.{name}"
+                prefix = f"{name_list.section}.{name}"
                 lines += ["", plain_doc(schema), "", *table(keys, prefix)]
     return lines
 

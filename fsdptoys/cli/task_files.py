@@ -44,9 +44,9 @@ def read_tasks(
 def task_path(name: str, root: Path) -> Path:
     """Return the file of a task; ConfigError if there is none."""
     paths = [root / f"{name}{suffix}" for suffix in (".yaml", ".yml")]
-    found = [path for path in paths if path.is_file()]
-    if found and "/" not in name:
-        return found[0]
+    existing_files = [path for path in paths if path.is_file()]
+    if existing_files and "/" not in name:
+        return existing_files[0]
     others = sorted(path.stem for path in root.glob("*.y*ml")) if root.is_dir() else []
     near = near_miss(name, others)
     fix = (

@@ -99,14 +99,18 @@ def compose(overrides: Sequence[str]) -> Composition:
     composed, chosen = _compose_groups(tuple(groups))
     tree = copy.deepcopy(composed)
     check_values(parsed, chosen)
+    named_options: dict[str, Any] = {}
     try:
         for override in parsed:
-            if override.key_or_group not in choices:
-                key = override.key_or_group
+            key = override.key_or_group
+            if is_named_option(key):
+                named_options[key] = override.value()
+            elif key not in choices:
                 # As Hydra does
                 OmegaConf.update(
                     tree, key, read_value(key, override.value()), merge=True
                 )
+        compose_named(tree, named_options)
     except OmegaConfBaseException as error:
         raise _not_composed(overrides, error) from error
     if chosen["model"] in registered("model") and not tree.model.name:

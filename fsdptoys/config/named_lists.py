@@ -42,39 +42,15 @@ SECTIONS = {named.section: named for named in NAMED_LISTS}
 def named_schemas() -> dict[str, type[Any]]:
     """Return ``section.name`` → dataclass of every name."""
     return {
-        f"{named.section}.{name}": schema
-        for named in NAMED_LISTS
-        for name, schema in named.classes.items()
-        if dataclasses.is_dataclass(schema)
+        f"{name_list.section}.{name}": schema
+        for name_list in NAMED_LISTS
+        for name, schema in name_list.classes.items()
     }
 
 
-def check_sections(named: NamedList, names: Sequence[str], values: Any) -> None:
-    """Refuse options of names that the list does not have.
-
-    Args:
-        named: the list.
-        names: its elements.
-        values: name → key → value, as composed.
-    """
-    if not isinstance(values, Mapping):
-        raise ConfigError(
-            f"{named.section}={value_text(values)} must map names to options; write "
-            f"{named.section}.NAME.KEY=VALUE"
-        )
-    for name, options in values.items():
-        if name not in named.classes:
-            raise ConfigError(
-                f"{named.section}.{name} names none that is registered; "
-                f"{named.missing(str(name))}"
-            )
-        for key, value in options.items() if isinstance(options, Mapping) else ():
-            if name not in names:
-                chosen = ",".join([*names, str(name)])
-                raise UnusedKeyError(
-                    f"{named.section}.{name}.{key}={value_text(value)} has no effect unless "
-                    f"{named.key} names {name}; set {named.key}=[{chosen}] or leave it out"
-                )
+def is_named_option(key: str) -> bool:
+    """Return whether a key is an option of a name in a list."""
+    return key.partition(".")[0] in [name_list.section for name_list in NAMED_LISTS]
 
 
 def check_listed(key: str, names: Sequence[str]) -> None:

@@ -100,13 +100,13 @@ def read_config(tree: dict[str, Any], where: str) -> Config:
 
 def _without_unknown_names(tree: dict[str, Any]) -> dict[str, Any]:
     """Leave out writers and callbacks that are not registered here."""
-    for named in NAMED_LISTS:
-        section, _, key = named.key.partition(".")
+    for name_list in NAMED_LISTS:
+        section, _, key = name_list.key.partition(".")
         values = tree.get(section)
         names = values.get(key) if isinstance(values, dict) else None
         if isinstance(values, dict) and isinstance(names, list):
-            known = [name for name in names if name in named.classes]
-            tree = tree | {section: values | {key: known}}
+            registered_names = [name for name in names if name in name_list.classes]
+            tree = tree | {section: values | {key: registered_names}}
     return tree
 
 

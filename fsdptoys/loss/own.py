@@ -66,19 +66,19 @@ class OwnLoss:
         return loss.float()
 
     def _check(self, loss: object, shape: tuple[int, ...], trains: bool) -> None:
-        wanted = (
+        expectation = (
             f"a tensor of {shape[0]} losses, one for each token; leave out its mean or sum"
             if shape
             else "a scalar, the sum over the tokens with a label"
         )
         if not isinstance(loss, Tensor):
             raise ConfigError(
-                f"loss={self.name} returned {type(loss).__name__}; return {wanted}"
+                f"loss={self.name} returned {type(loss).__name__}; return {expectation}"
             )
         if tuple(loss.shape) != shape or not loss.is_floating_point():
             raise ConfigError(
                 f"loss={self.name} returned {loss.dtype} of shape {tuple(loss.shape)}; return "
-                f"{wanted}"
+                f"{expectation}"
             )
         if trains and torch.is_grad_enabled() and not loss.requires_grad:
             raise ConfigError(

@@ -147,8 +147,8 @@ class MetricsConfig:
         """Check each value; ConfigError for one out of range, or a wandb setting without the wandb
         writer."""
         check_options("metrics", self)
-        known = (*BUILT_IN_WRITERS, *registered("writers"))
-        check_names("metrics.writers", self.writers, known)
+        writer_names = (*BUILT_IN_WRITERS, *registered("writers"))
+        check_names("metrics.writers", self.writers, writer_names)
         for key in ("wandb_project", "wandb_entity", "wandb_mode"):
             value = getattr(self, key)
             if isinstance(value, str) and not value.strip():

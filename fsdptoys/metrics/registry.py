@@ -43,8 +43,7 @@ def build_writers(
         if name != WANDB_FOLDER:
             writers.append((options.get(name) or WRITERS[name]()).build())
         elif (mode := wandb_mode(config, os.environ)) is not WandbMode.disabled:
-            project, entity = config.wandb_project, config.wandb_entity
-            writers.append(WandbWriter(project, entity, mode))
+            writers.append(WandbWriter(config.wandb_project, config.wandb_entity, mode))
     return writers
 
 

@@ -58,11 +58,13 @@ def _has_wandb_key(environment: Mapping[str, str]) -> bool:
 
 def _is_in_netrc(url: str) -> bool:
     """Whether the user's netrc file has a password for a server."""
-    named = os.environ.get("NETRC")
-    places = (
-        [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]
+    netrc_variable = os.environ.get("NETRC")
+    paths = (
+        [Path(netrc_variable)]
+        if netrc_variable
+        else [Path.home() / ".netrc", Path.home() / "_netrc"]
     )
-    path = next((place for place in places if place.is_file()), None)
+    path = next((path for path in paths if path.is_file()), None)
     host = urlsplit(url).hostname
     if path is None or host is None:
         return False

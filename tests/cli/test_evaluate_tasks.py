@@ -227,9 +227,9 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("words", MISTAKES)
+@pytest.mark.parametrize("arguments", MISTAKES)
 def test_mistakes_are_one_sentence(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the expected message, with a package that is found."""
     monkeypatch.chdir(tmp_path)
@@ -238,8 +238,8 @@ def test_mistakes_are_one_sentence(
     monkeypatch.setattr(evaluate_tasks.importlib.util, "find_spec", lambda name: True)
     write_tasks(tmp_path / "tasks")
     with pytest.raises(ConfigError) as error:
-        evaluate_command([str(tmp_path), *words.split()])
-    assert str(error.value) == MISTAKES[words]
+        evaluate_command([str(tmp_path), *arguments.split()])
+    assert str(error.value) == MISTAKES[arguments]
 
 
 def test_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,8 +56,8 @@ def lines() -> Iterator[None]:
     forget()
 
 
-def compose(*words: str) -> dict[str, Any]:
-    return compose_config(["experiment=null", *words]).to_dict()
+def compose(*overrides: str) -> dict[str, Any]:
+    return compose_config(["experiment=null", *overrides]).to_dict()
 
 
 def test_chosen_names_have_their_options_in_the_configuration() -> None:
@@ -93,7 +93,7 @@ def test_registered_writer_gets_steps_and_its_options(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         (
             ["writers.lines.every=2"],
@@ -121,10 +121,10 @@ def test_registered_writer_gets_steps_and_its_options(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_mistakes_are_one_sentence(words: list[str], sentence: str) -> None:
+def test_mistakes_are_one_sentence(overrides: list[str], sentence: str) -> None:
     """Oracle: the expected message."""
     with pytest.raises(ConfigError) as error:
-        compose(*words)
+        compose(*overrides)
     assert str(error.value) == sentence
 
 

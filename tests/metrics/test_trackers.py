@@ -103,11 +103,11 @@ def outcome(
 def read_csv(folder: Path) -> list[tuple[int, dict[str, float]]]:
     with (folder / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    words = {"True": "1", "False": "0"}
+    numbers = {"True": "1", "False": "0"}
     return [
         (
             int(row["step"]),
-            {key: float(words.get(text, text)) for key, text in row.items() if text},
+            {key: float(numbers.get(text, text)) for key, text in row.items() if text},
         )
         for row in rows
     ]

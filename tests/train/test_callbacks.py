@@ -101,10 +101,10 @@ def run(config: Config) -> list[dict[str, float]]:
     return [metrics.added for metrics in trainer.history]
 
 
-def start(folder: Path, ranks: int, *words: str) -> list[list[dict[str, float]]]:
+def start(folder: Path, ranks: int, *overrides: str) -> list[list[dict[str, float]]]:
     parallel = "single" if ranks == 1 else "fsdp2"
     config = compose_config(
-        [*WORDS, f"parallel={parallel}", f"metrics.run_dir={folder}", *words]
+        [*WORDS, f"parallel={parallel}", f"metrics.run_dir={folder}", *overrides]
     )
     config.validate(ranks, "cpu")
     return run_ranks(ranks, run, config)
@@ -120,8 +120,8 @@ def test_hooks_are_called_in_order_on_every_rank_and_across_a_resume(
 ) -> None:
     """Oracle: the order in which the class lists them; a stop takes one more step, and the state
     continues."""
-    words = ["checkpoint.every=2", "train.eval_every=2", "checkpoint.resume=auto"]
-    histories = start(tmp_path, 2, *words, "callbacks.observer.stop_at=3")
+    overrides = ["checkpoint.every=2", "train.eval_every=2", "checkpoint.resume=auto"]
+    histories = start(tmp_path, 2, *overrides, "callbacks.observer.stop_at=3")
     expected = [
         *(["on_start", 1, 6, 2], ["after_step", 1]),
         *(["after_step", 2], ["after_evaluation", 2, True], ["before_checkpoint", 2]),
@@ -138,7 +138,7 @@ def test_hooks_are_called_in_order_on_every_rank_and_across_a_resume(
         "callback observer: enough",
     )
 
-    start(tmp_path, 2, *words)
+    start(tmp_path, 2, *overrides)
     assert observed(tmp_path)[len(expected)] == ["on_start", 5, 6, 2]
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)[key] for line in lines] == [1, 2, 3, 4, 5, 6]
@@ -159,9 +159,9 @@ def test_exception_of_a_hook_ends_the_run_in_one_sentence(
     hook: str, tmp_path: Path
 ) -> None:
     """Oracle: the expected sentence; the step that was taken is recorded."""
-    words = ["checkpoint.every=2", "train.eval_every=2"]
+    overrides = ["checkpoint.every=2", "train.eval_every=2"]
     with pytest.raises(RuntimeError) as error:
-        start(tmp_path, 1, *words, f"callbacks.observer.fails_in={hook}")
+        start(tmp_path, 1, *overrides, f"callbacks.observer.fails_in={hook}")
     assert (
         f"ConfigError: the callback observer failed in {hook} (ZeroDivisionError: oh, "
         "test_callbacks.py line "
