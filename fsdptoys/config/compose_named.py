@@ -6,7 +6,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from fsdptoys.errors import ConfigError, UnusedKeyError
-from fsdptoys.utils.named_items import missing
 from fsdptoys.utils.text import value_text
 
 from .named_lists import NAMED_LISTS, NamedList
@@ -62,7 +61,7 @@ def _check(
         if name not in name_list.classes:
             raise ConfigError(
                 f"{name_list.section}.{name} has options, and nothing is registered as {name}; "
-                f"{missing(name, name_list.classes)}"
+                f"leave it out, or add --import with what registers {name}"
             )
         if name in names:
             continue

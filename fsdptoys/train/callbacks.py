@@ -111,7 +111,8 @@ class Callback:
         """Called before a checkpoint of the state after a step."""
 
     def on_end(self, reason: str) -> None:
-        """Called after the last step of a run that ends in order; ``reason`` says why it ends."""
+        """Called when a run that ends in order has saved its results; ``reason`` says why it
+        ends."""
 
 
 @dataclass

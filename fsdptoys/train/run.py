@@ -138,9 +138,9 @@ class Run:
                 self.checkpoints.wait(LAST_WAIT_SECONDS)
                 raise
             heartbeat.beat(trainer.steps_done, "end")
-            trainer.callbacks.end(stop.reason)
             problem = self._finish(stop, profiler)
             heartbeat.remove()
+            trainer.callbacks.end(stop.reason)
             if problem is not None:
                 raise GivenUpError(problem)
 

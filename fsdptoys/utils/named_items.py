@@ -21,7 +21,8 @@ def check_names(key: str, names: Sequence[str], all_names: Collection[str]) -> N
     for name in names:
         if name not in all_names:
             raise ConfigError(
-                f"{key} names {name}, which is {_none_of(all_names)}; {missing(name, all_names)}"
+                f"{key} names {name}, which is {_none_of(all_names)}; "
+                f"{_fix(key, names, name, all_names)}"
             )
     if len(set(names)) < len(names):
         once = ",".join(dict.fromkeys(names))
@@ -30,13 +31,15 @@ def check_names(key: str, names: Sequence[str], all_names: Collection[str]) -> N
         )
 
 
-def missing(name: str, all_names: Collection[str]) -> str:
-    """Return the end of a sentence on an unknown name."""
-    if near := near_miss(name, list(all_names)):
-        return f"did you mean {near}?"
-    return (
-        f"leave {name} out, or add --import with the module or file that registers it"
-    )
+def _fix(
+    key: str, names: Sequence[str], unknown: str, all_names: Collection[str]
+) -> str:
+    near = near_miss(unknown, list(all_names))
+    if near is not None:
+        corrected = ",".join(near if name == unknown else name for name in names)
+        return f"did you mean {key}=[{corrected}]?"
+    others = ",".join(name for name in names if name != unknown)
+    return f"set {key}=[{others}], or add --import with what registers {unknown}"
 
 
 def _none_of(all_names: Collection[str]) -> str:

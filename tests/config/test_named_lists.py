@@ -117,7 +117,7 @@ def test_registered_writer_gets_steps_and_its_options(tmp_path: Path) -> None:
         (
             ["metrics.writers=[lins]"],
             "metrics.writers names lins, which is none of tensorboard, wandb, csv, mlflow, "
-            "trackio, lines; did you mean lines?",
+            "trackio, lines; did you mean metrics.writers=[lines]?",
         ),
     ],
 )

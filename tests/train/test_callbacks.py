@@ -168,6 +168,7 @@ def test_exception_of_a_hook_ends_the_run_in_one_sentence(
     ) in str(error.value)
     steps = len((tmp_path / "metrics.jsonl").read_text().splitlines())
     assert steps == {"on_start": 0, "after_step": 1, "on_end": 6}.get(hook, 2)
+    assert (tmp_path / "summary.md").exists() is (hook == "on_end")
 
 
 def test_checkpoint_and_callbacks_that_differ_are_reported() -> None:
@@ -224,7 +225,8 @@ def test_names_and_options_of_callbacks_are_checked() -> None:
     """Oracle: the expected sentences."""
     mistakes = {
         "train.callbacks=[observr]": (
-            "train.callbacks names observr, which is none of observer; did you mean observer?"
+            "train.callbacks names observr, which is none of observer; did you mean "
+            "train.callbacks=[observer]?"
         ),
         "callbacks.observer.stop=3": (
             "callbacks.observer.stop=3 names a key that does not exist; did you mean "

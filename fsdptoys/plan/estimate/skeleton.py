@@ -51,6 +51,7 @@ def reduced(config: Config, inner_units: bool) -> Config:
     train.batch_size = 1
     train.seq_len = TOKENS
     train.gc_every = 0
+    train.callbacks = []  # own code, which a prediction does not call
     train.label_smoothing = train.z_loss_coef = 0.0
     # One reduction a step as without, of forwards that stand-ins replace
     if train.deterministic.covers_layouts:
