@@ -344,6 +344,17 @@ def test_going_online_needs_a_key(
         assert str(error.value) == sentence
 
 
+def test_key_is_found_without_the_package_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: no exception, where importing ``requests`` raises one; wandb needs it no more."""
+    pytest.importorskip("wandb")
+    monkeypatch.setitem(sys.modules, "requests", None)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password kkkk")
+    check_writers(MetricsConfig(writers=["wandb"]), {})
+
+
 def test_wandb_mode_setting_precedes_the_environment() -> None:
     """Oracle: the order in which the field's docstring names them."""
     config = MetricsConfig(writers=["wandb"], wandb_mode=WandbMode.disabled)
