@@ -46,8 +46,9 @@ _fsdptoys() {
             *) closed+=("$candidate") ;;
         esac
     done
-    compadd -Q -S '' -a open
-    compadd -Q -a closed
+    (( ${#open} )) && compadd -Q -S '' -a open
+    (( ${#closed} )) && compadd -Q -a closed
+    return 0
 }
 compdef _fsdptoys fsdptoys
 """,
