@@ -7,13 +7,18 @@ files. Links to files outside ``docs/`` become downloads; ``docs/benchmarks`` is
 """
 
 import re
+import sys
+from pathlib import Path
 
 from sphinx.application import Sphinx
 
 project = "FSDPToys"
 author = "the FSDPToys authors"
 copyright = author
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+autodoc_typehints = "none"
+nitpick_ignore_regex = [(r"py:.*", r".*")]  # types that have no page
 exclude_patterns = ["_build"]
 myst_heading_anchors = 4
 html_theme = "furo"

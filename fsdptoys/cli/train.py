@@ -171,6 +171,13 @@ def _check_places(config: Config) -> None:
     check_resume(config, restarted)
 
 
+def prepare_run(config: Config, world_size: int, local_ranks: int) -> None:
+    """Check the folders and weights of a validated run, and prepare its data, before it starts."""
+    _check_places(config)
+    _verify_weights(config)
+    _prepare_data(config, world_size, local_ranks)
+
+
 def _verify_weights(config: Config) -> None:
     """Verify the checksums of the initial weights, if any, before a worker starts, and an adapter's
     values."""

@@ -7,7 +7,7 @@ record the overrides of their jobs, and each rank under torchrun reads the same 
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,9 +107,18 @@ def read_settings(files: Sequence[str], overrides: Sequence[str]) -> Settings:
     """
     if not files:
         return Settings([Setting(word, "") for word in overrides])
+    return _merge([read_file(file) for file in files], overrides)
+
+
+def read_mapping(tree: Mapping[str, Any], overrides: Sequence[str]) -> Settings:
+    """Read a mapping of the form of a file, and add overrides; see :func:`read_settings`."""
+    return _merge([read_sections(YAMLFile.of_mapping(tree))], overrides)
+
+
+def _merge(files: Sequence[list[Setting]], overrides: Sequence[str]) -> Settings:
+    """Join the settings of files in order, and overrides."""
     groups = list_choices()
-    sources = [read_file(file) for file in files]
-    sources.append([Setting(word, "") for word in overrides])
+    sources = [*files, [Setting(word, "") for word in overrides]]
     merged: list[Setting] = []
     replaced = []
     for source in sources:

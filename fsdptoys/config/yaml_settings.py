@@ -4,6 +4,7 @@ Every file passes the bounded reader of ``utils.foreign``. What names code, and 
 values, are refused, so that a file of unknown origin can be read.
 """
 
+import copy
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -76,6 +77,14 @@ class YAMLFile:
             )
         file = cls(str(path), tree, yaml_lines(text))
         file._check(tree, ())
+        return file
+
+    @classmethod
+    def of_mapping(cls, tree: Mapping[str, Any]) -> "YAMLFile":
+        """Take a mapping in place of a file; the same is refused."""
+        file = cls("config", copy.deepcopy(dict(tree)), {})
+        file._take_imports()
+        file._check(file.tree, ())
         return file
 
     def place(self, *path: str) -> str:

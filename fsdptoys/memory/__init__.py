@@ -9,6 +9,7 @@ from .activation_offload import ActivationOffload
 from .bucketed_optimizer import BucketedOptimizer, BucketedStepper
 from .config import CPUOffloadExecutor, MemoryConfig, OffloadSchedule, OffloadStateDType
 from .cpu_offload import overlap_cpu_offload, threads_per_rank
+from .offload_own_loop import OptimizerOffload
 from .optimizer_in_backward import OptimizerInBackward
 from .optimizer_offload import offload_optimizer
 from .optimizer_stepper import OptimizerStepper
@@ -24,6 +25,7 @@ __all__ = [
     "OffloadSchedule",
     "OffloadStateDType",
     "OptimizerInBackward",
+    "OptimizerOffload",
     "OptimizerStepper",
     "checkpoint_blocks",
     "offload_optimizer",

@@ -1,5 +1,7 @@
-"""The program of one rank of a run."""
+"""The program of one rank. The package is also a function: ``fsdptoys.train(config)``."""
 
-from .callbacks import Callback, CallbackConfig, StartFacts
+import sys
 
-__all__ = ["Callback", "CallbackConfig", "StartFacts"]
+from fsdptoys import CallableModule
+
+sys.modules[__name__].__class__ = CallableModule
