@@ -34,8 +34,6 @@ class ModelCapabilities:
     """``parallel.buffer_dtype``; otherwise the model chooses the dtype of each buffer."""
     selective_checkpointing: bool = True
     """``memory.gradient_checkpointing=selective``."""
-    every_gradient: bool = True
-    """Every parameter gets a gradient in each backward."""
     has_float32_modules: bool = False
     """Some modules may compute in float32 in every dtype."""
     fast_estimate: bool = True

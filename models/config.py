@@ -115,6 +115,11 @@ class ModelConfig(ABC):
         """Return a copy with other values of fields."""
         return dataclasses.replace(self, **settings)
 
+    def without_gradients(self) -> list[str]:
+        """Return the names of parameters that get no gradient in a backward, as far as this can be
+        found without running the model."""
+        return []
+
     def implied(self) -> dict[str, int]:
         """Values of null fields, as they follow from other fields."""
         return {}

@@ -9,7 +9,7 @@ classes choose. So the dtypes are read from a second model on the meta device.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,16 +31,32 @@ def modules_with_buffers(model: "TransformersModel") -> list[nn.Module]:
     ]
 
 
+def initializers_of(hf: nn.Module) -> dict[nn.Module, Callable[[nn.Module], None]]:
+    """Module → the ``_init_weights`` of transformers that it is initialized by: that of the
+    innermost model that contains it."""
+    result: dict[nn.Module, Callable[[nn.Module], None]] = {}
+
+    def visit(module: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
+        initialize = getattr(module, "_init_weights", initialize)
+        result[module] = initialize
+        for child in module.children():
+            visit(child, initialize)
+
+    visit(hf, lambda module: None)
+    return result
+
+
 @torch.no_grad()
 def compute_buffers(model: "TransformersModel", device: torch.device) -> None:
     """Allocate all buffers on a device and compute their values."""
+    initializers = initializers_of(model.hf)
     for param in model.parameters():
         param._is_hf_initialized = True  # type: ignore[attr-defined]
     for module in modules_with_buffers(model):
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
-        model.hf._init_weights(module)
+        initializers[module](module)
 
 
 def buffer_dtypes(

@@ -140,6 +140,12 @@ class TransformersConfig(ModelConfig):
         ]
         return [*self.architecture.notes, *padding[: len(rows)]]
 
+    def without_gradients(self) -> list[str]:
+        """Return the names of parameters that no loss reaches."""
+        from .gradients import parameters_without_gradients
+
+        return parameters_without_gradients(self) or []
+
     def build(self) -> Any:
         """Construct the model."""
         from .adapter import TransformersModel

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..decoder import RowInitializer
+from .buffers import initializers_of
 
 FIRST = ("normal_", "uniform_", "zero_", "fill_")
 """Operations that write every element."""
@@ -162,9 +163,13 @@ class RecordedInitialization:
             for attribute, param in module.named_parameters(recurse=False)
             if (name := names.get(param)) is not None
         }
-        self._initialize = causal_lm._init_weights
+        initializers = initializers_of(causal_lm)
         self._copies = {
-            name: (_copy_on_meta(owners[name][0]), owners[name][1])
+            name: (
+                _copy_on_meta(owners[name][0]),
+                owners[name][1],
+                initializers[owners[name][0]],
+            )
             for name, program in self.programs.items()
             if program.is_computed
         }
@@ -204,7 +209,7 @@ class RecordedInitialization:
 
     def _computed(self, name: str, generator: torch.Generator) -> Tensor:
         """A value that the family's code computes, with the random state of a generator."""
-        module, attribute = self._copies[name]
+        module, attribute, initialize = self._copies[name]
         param = module.get_parameter(attribute)
         values = nn.Parameter(torch.zeros(param.shape), requires_grad=False)
         for tensor in (*module.parameters(), *module.buffers()):
@@ -213,7 +218,7 @@ class RecordedInitialization:
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(generator.initial_seed())
-                self._initialize(module)
+                initialize(module)
         finally:
             module._parameters[attribute] = param
         return values.data

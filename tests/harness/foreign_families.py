@@ -255,6 +255,33 @@ SETTINGS: dict[str, dict[str, Any]] = {
 """``model_type`` → settings beside ``COMMON``; null leaves a common one out."""
 
 
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+    "longrope": {
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "llama3": {
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+"""Kinds of scaled rotary positions → their settings."""
+
+
+def rope_settings(kind: str) -> dict[str, Any]:
+    """Settings of a family with scaled rotary positions."""
+    return {
+        "rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **ROPES[kind]},
+    }
+
+
 def tiny_config(model_type: str, **settings: Any) -> dict[str, Any]:
     """The content of a tiny ``config.json``."""
     tree = {**COMMON, **SETTINGS[model_type], **settings}

@@ -30,6 +30,8 @@ RANKS = 2
 CLIP = 1.0
 LEARNING_RATE = 1e-3
 DECAY = 0.1
+EPSILON = 1e-5
+"""Large, so that rounding of gradients near zero does not decide the sign of an update."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,10 @@ def foreign_config(
         model=model,
         memory=memory,
         optim=AdamWConfig(
-            lr=LEARNING_RATE, weight_decay=DECAY, weight_decay_on=WeightDecayOn.all
+            lr=LEARNING_RATE,
+            eps=EPSILON,
+            weight_decay=DECAY,
+            weight_decay_on=WeightDecayOn.all,
         ),
         data=SyntheticConfig(branching=4, ragged=True),
         **{**train, **options},

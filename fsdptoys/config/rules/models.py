@@ -64,13 +64,22 @@ MODELS.exclude(
     says="memory.gradient_checkpointing=selective keeps results that {model} writes to in place; "
     "set memory.gradient_checkpointing=full",
 )
-MODELS.exclude(
+
+
+@MODELS.rule(
     "parallel.capabilities.shards_parameters=false",
     "parallel.capabilities.single_process=false",
-    "model.capabilities.every_gradient=false",
-    says="{model} has parameters without a gradient, for which {parallel} waits; set "
-    "parallel=fsdp2",
 )
+def parameters_get_gradients(config: Sections, where: Where) -> str | None:
+    """Strategies that reduce whole gradients wait for each of them."""
+    names = config.model.without_gradients()
+    if not names:
+        return None
+    model = config.model.name or config.model.family
+    return (
+        f"parallel={config.parallel.name} waits for the gradient of every parameter, and no loss "
+        f"reaches {len(names)} of model={model} ({names[0]}); set parallel=fsdp2"
+    )
 
 
 @MODELS.rule("model.capabilities.own_kernels=false")
