@@ -52,6 +52,8 @@ class TransformersHead(Layer, nn.Linear):
 
         A head with a bias or a soft cap also passes ``bias_V`` and ``softcap``.
         """
+        # a residual stream may be float32 in every dtype
+        hidden_BTD = hidden_BTD.to(self.weight.dtype)
         scale = self.form.scale
         bias_V: Tensor | None = self.bias
         if scale != 1:
