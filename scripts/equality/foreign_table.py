@@ -3,8 +3,8 @@
     python scripts/equality/foreign_table.py [--columns NAME,...] [FAMILY ...]
 
 A cell is the largest relative difference of losses and gradient norms over five steps to a plain
-loop over transformers' own classes in one process (``tests/harness/foreign_runs.py``), or the reason
-of a refusal. Cells that are not measured anew keep their text.
+loop over transformers' own classes in one process (``tests/harness/foreign_runs.py``), or the
+reason of a refusal. Cells that are not measured anew keep their text.
 """
 
 import argparse
