@@ -48,6 +48,9 @@ class PlainModel:
         self.module.to(device)
         if dtype is torch.float64:
             self.module.double()
+            if hasattr(self.module, "set_experts_implementation"):
+                # transformers' grouped matmul has no float64
+                self.module.set_experts_implementation("eager")
         values = InitialValues(described, config, threads=1)
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         self.masters: dict[str, nn.Parameter] = {}

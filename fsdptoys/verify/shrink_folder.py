@@ -57,6 +57,8 @@ PERIOD_KEYS = (
 KIND_LISTS = ("layer_types", "block_types", "mlp_layer_types")
 """Keys: the kind of each block."""
 CONFIG_FILE = "config.json"
+MOST_ELEMENTS = 10**7
+"""Parameters of a small form, which are trained dozens of times on a CPU."""
 
 
 def write_small_folder(source: Path, target: Path) -> list[str]:
@@ -92,8 +94,11 @@ def write_small_folder(source: Path, target: Path) -> list[str]:
             (target / CONFIG_FILE).write_text(json.dumps(small), encoding="utf-8")
             sentences = [_sentence(tree, changes)] if changes else []
             return sentences + [problem] * bool(problem)
-        problem = problem or f"its widths stay, since a narrower form fails ({fault})"
-    raise ConfigError(f"{source / CONFIG_FILE} cannot be trained: {fault}; see --full")
+        problem = problem or f"a narrower form fails ({fault})"
+    raise ConfigError(
+        f"{source / CONFIG_FILE} has no small form: {problem}; write a small config.json and name "
+        "its folder with --full"
+    )
 
 
 def _sentence(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
@@ -110,6 +115,11 @@ def _fault(tree: dict[str, Any]) -> str | None:
     try:
         config = TransformersConfig(config=config_text(tree, CONFIG_FILE))
         config.check()
+        with torch.device("meta"):
+            params = build_causal_lm(config).parameters()
+        elements = sum(param.numel() for param in params)
+        if elements > MOST_ELEMENTS:
+            return f"it has {elements:,} parameters"
         model = build_causal_lm(config)
         tokens_BT = torch.arange(8).remainder(config.vocab_size).unsqueeze(0)
         with torch.no_grad():
@@ -178,6 +188,8 @@ def _widths(settings: Mapping[str, Any]) -> dict[str, Any]:
     new |= dict.fromkeys(head_keys, new_heads)
     new |= dict.fromkeys(key_head_keys, new_key_heads)
     new |= dict.fromkeys(_integers(settings, HEAD_WIDTH_KEYS), new_head_width)
+    if "qk_rope_head_dim" in new and "head_dim" in new:
+        new["head_dim"] = new["qk_rope_head_dim"]  # of latent attention
     for key in _integers(settings, HIDDEN_KEYS):
         new[key] = rounded(settings[key] * new_width / width)
     return new

@@ -18,6 +18,8 @@ from .judge import Outcome
 from .verify import Report, RowResult
 
 FIGURES = ("loss", "gradients", "norm", "parameters")
+SHORT = {"gradients": "grads", "parameters": "params"}
+"""Headings in a terminal of 80 columns."""
 HEADINGS = ("row", "ranks", *FIGURES, "verdict")
 EXPLANATION = (
     "Each row trains the same model on the same global batches as a loop in plain PyTorch in one "
@@ -80,7 +82,8 @@ def print_report(report: Report, console: Console) -> None:
     for sentence in description(report):
         console.print(sentence, highlight=False, markup=False, emoji=False)
     console.print()
-    rows = [HEADINGS, *(_cells(result) for result in report.results)]
+    headings = [SHORT.get(heading, heading) for heading in HEADINGS]
+    rows = [headings, *(_cells(result) for result in report.results)]
     print_grid(rows, "lrrrrrl", console, headed=True)
     sentences = [
         (result.row.name, result.verdict.text)
