@@ -41,7 +41,7 @@ class Verdict:
     """The first tensor that differs."""
 
     @property
-    def words(self) -> str:
+    def short_text(self) -> str:
         """The verdict without its sentence."""
         if self.outcome is Outcome.within:
             return f"within {max(self.shares.values()):.1e}"
@@ -50,7 +50,9 @@ class Verdict:
     @property
     def text(self) -> str:
         """The verdict with its sentence."""
-        return f"{self.words}: {self.sentence}" if self.sentence else self.words
+        return (
+            f"{self.short_text}: {self.sentence}" if self.sentence else self.short_text
+        )
 
 
 @dataclass

@@ -119,8 +119,8 @@ def _construct(
     if lower:
         model.bfloat16()
     init_buffers(model, torch.device("cpu"), config.parallel.buffer_dtype.torch)
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return model, model, {name: name for name, _ in named}
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return model, model, {name: name for name, _ in tensors}
 
 
 class PlainBalance:

@@ -183,7 +183,7 @@ def _cells(result: RowResult) -> tuple[str, ...]:
     figures = [
         _share(verdict.shares[name]) if verdict.shares else "" for name in FIGURES
     ]
-    return result.row.name, str(result.row.ranks), *figures, verdict.words
+    return result.row.name, str(result.row.ranks), *figures, verdict.short_text
 
 
 def _share(share: float) -> str:

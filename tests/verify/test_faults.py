@@ -140,7 +140,9 @@ NORMS = {
 CAUGHT = [name for name, bug in BUGS.items() if bug.layout in ROW_OF_LAYOUT]
 
 
-@pytest.mark.parametrize("name", by_level(CAUGHT, {"missing all-reduce of norms' gradients"}))
+@pytest.mark.parametrize(
+    "name", by_level(CAUGHT, {"missing all-reduce of norms' gradients"})
+)
 def test_bugs_that_others_have_shipped_are_found_at_step_1(
     name: str, tmp_path: Path
 ) -> None:
