@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from fsdptoys.config.kernel_choice import put_kernels
 from fsdptoys.config.schema import Config
-from fsdptoys.models import DecoderModel, MoEConfig, TransformersConfig, routers
+from fsdptoys.models import (
+    DecoderModel,
+    MoEConfig,
+    NativeModel,
+    TransformersConfig,
+    routers,
+)
 from fsdptoys.models.foreign.build import build_causal_lm
 from fsdptoys.parallel.init_weights import init_buffers
 from fsdptoys.train.initial_values import InitialValues
@@ -107,20 +113,26 @@ def _construct(
 ) -> tuple[DecoderModel, nn.Module, dict[str, str]]:
     """Return the model that a run describes, the one that its own code builds on the CPU, and names
     of parameters and buffers of the first → those of the second."""
-    lower = dtype is torch.bfloat16
+    is_lower = dtype is torch.bfloat16
     if isinstance(config.model, TransformersConfig):
         with torch.device("meta"):
             described = config.model.build()
-        module = build_causal_lm(config.model, dtype if lower else torch.float32)
+        module = build_causal_lm(config.model, dtype if is_lower else torch.float32)
         module.config.use_cache = False
         return described, module, described.hugging_face_names
+    assert config.train.init_seed is not None, "the config must have been validated"
+    torch.manual_seed(config.train.init_seed)
     model: DecoderModel = config.model.build()
-    put_kernels(model, config.kernels)
-    if lower:
-        model.bfloat16()
-    init_buffers(model, torch.device("cpu"), config.parallel.buffer_dtype.torch)
+    if isinstance(model, NativeModel):
+        put_kernels(model, config.kernels)
+        init_buffers(model, torch.device("cpu"), config.parallel.buffer_dtype.torch)
+    if is_lower:
+        for param in model.parameters():
+            param.data = param.data.to(dtype)
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    return model, model, {name: name for name, _ in tensors}
+    # An own nn.Module is called itself, without what shows it to strategies
+    own_module: nn.Module = getattr(model, "module", model)
+    return model, own_module, {name: name for name, _ in tensors}
 
 
 class PlainBalance:
