@@ -87,7 +87,7 @@ def read_request(
     Raises:
         ConfigError: naming key, value and fix.
     """
-    from fsdptoys.device import available_device_type, device_count
+    from fsdptoys.device import available_device_type, device_count, missing_device
     from fsdptoys.verify.choose_model import choose_model
     from fsdptoys.verify.rows import MOST_RANKS, USUAL_RANKS, select_rows
     from fsdptoys.verify.verify import Request
@@ -114,6 +114,8 @@ def read_request(
             f"--ranks {ranks} is over {MOST_RANKS}, the most of a row; write --ranks {MOST_RANKS}"
         )
     if device != "cpu":
+        if device_count(device) == 0:
+            raise missing_device(device)
         ranks = min(ranks or MOST_RANKS, device_count(device))
     selection = select_rows(rows, ranks or USUAL_RANKS, overrides)
     model = choose_model(names, overrides, scratch, full=full)

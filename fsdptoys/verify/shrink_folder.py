@@ -77,6 +77,8 @@ def write_small_folder(source: Path, target: Path) -> list[str]:
         settings = transformers_config(text, None).to_dict()
     except ValueError as mistake:
         raise ConfigError(str(mistake)) from mistake
+    # Ranks are forked later, for which there must be no threads of a computation
+    torch.set_num_threads(1)
     widths = _widths(settings)
     vocabulary = _vocabulary(settings)
     layers = _layers(settings)

