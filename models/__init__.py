@@ -16,7 +16,7 @@ from .config import ModelConfig, NativeConfig
 from .context import Context, FullSequences
 from .decoder import DecoderModel, NativeModel, ParameterCounts, use_context
 from .documents import attended_keys
-from .foreign import TransformersConfig
+from .foreign import ModuleConfig, TransformersConfig
 from .gpt2 import GPT2Config
 from .huggingface import HuggingFaceFormat, Piece, whole
 from .llama import LlamaConfig
@@ -57,6 +57,7 @@ __all__ = [
     "MoEConfig",
     "ModelCapabilities",
     "ModelConfig",
+    "ModuleConfig",
     "NativeConfig",
     "NativeModel",
     "Ops",

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 FEW_TOKENS = 8
 """Tokens of the forward that checks a module."""
-OWN = ("layers", "lm_head", "embed_tokens", "norm")
-"""Attributes of this model that name parts."""
 
 
 class ModuleHead(TransformersHead):
@@ -77,13 +75,12 @@ class ModuleModel(DecoderModel):
                     f"{type(config).__name__}.{hook} returned a module that is no part of "
                     f"{type(module).__name__}; return one of its own"
                 )
-        for name in OWN:
-            part = module._modules.get(name)
-            if part is not None and part not in (blocks, head) and name in OWN[:2]:
-                raise ValueError(
-                    f"{type(module).__name__}.{name} is not what {type(config).__name__} says are "
-                    f"its {'blocks' if name == OWN[0] else 'head'}; rename it"
-                )
+        own = module._modules.get("layers")
+        if own is not None and own is not blocks:
+            raise ValueError(
+                f"{type(module).__name__}.layers is not the list of blocks of "
+                f"{type(config).__name__}, which is kept under this name; rename it"
+            )
         self.__dict__["layers"] = nn.ModuleList() if blocks is None else blocks
         self.blocks_name = "" if blocks is None else names[id(blocks)]
         for block in self.layers:
@@ -97,20 +94,27 @@ class ModuleModel(DecoderModel):
                     "are computed for plain nn.Linear layers only; leave out the method"
                 )
             head.__class__ = ModuleHead
-        self.__dict__["lm_head"] = head
+        self.__dict__["_head"] = head
         self.is_tied = head is not None and _is_shared(module, head)
         self.__dict__["_host"] = None
 
     @property
     def has_head(self) -> bool:
         """Whether the head is known, which computes the loss."""
-        return self.__dict__["lm_head"] is not None
+        return self.__dict__["_head"] is not None
 
     @property
     def width(self) -> int:
-        """Width of the head's input; 1 without a head."""
-        head = self.__dict__["lm_head"]
-        return 1 if head is None else int(head.in_features)
+        """Width of the head's input, or else of the first lookup table; 1 without both."""
+        head = self.__dict__["_head"]
+        if head is not None:
+            return int(head.in_features)
+        widths = (
+            module.embedding_dim
+            for module in self.modules()
+            if isinstance(module, nn.Embedding)
+        )
+        return next(widths, 1)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Show the module what a strategy sets in place of a parameter."""
@@ -147,7 +151,7 @@ class ModuleModel(DecoderModel):
             return self._logits(tokens_BT)[:, -count:]
         if loss_fn is None:
             raise ValueError("labels were given without a loss_fn to compare them with")
-        head: ModuleHead | None = self.__dict__["lm_head"]
+        head: ModuleHead | None = self.__dict__["_head"]
         if head is None:
             logits_BTV = self._logits(tokens_BT)
             return loss_fn(logits_BTV.flatten(0, 1), None, labels_BT.flatten())
@@ -230,7 +234,7 @@ class ModuleModel(DecoderModel):
             for module in self.modules()
             if isinstance(module, nn.Embedding)
         }
-        head = self.__dict__["lm_head"]
+        head = self.__dict__["_head"]
         if head is not None:
             embeddings.discard(head.weight)
         return float(

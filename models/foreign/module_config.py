@@ -92,7 +92,7 @@ class ModuleConfig(ModelConfig):
 
     @property
     def dim(self) -> int:
-        """Width of the head's input; 1 without a head."""
+        """Width of the head's input, or else of the first lookup table."""
         return self._model.width
 
     @property
