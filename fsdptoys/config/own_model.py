@@ -23,8 +23,8 @@ def check_own_model(config: ModelConfig) -> None:
     if not isinstance(model, DecoderModel):
         raise ConfigError(
             f"model={config.family} builds a {type(model).__name__}, and strategies need the "
-            "parts of a DecoderModel; derive its configuration from ModuleConfig of fsdptoys.models, "
-            "which takes any nn.Module, or it from DecoderModel"
+            "parts of a DecoderModel; derive its configuration from ModuleConfig of "
+            "fsdptoys.models, which takes any nn.Module, or it from DecoderModel"
         )
     if isinstance(model, ModuleModel):  # checked by its configuration
         return

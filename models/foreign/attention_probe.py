@@ -1,11 +1,13 @@
-"""What a transformers model asks of attention, found by one forward on the meta device.
+"""What a transformers model asks of attention, found by forwards on the meta device.
 
 Ranks can share sequences, and documents can be kept apart, only if all that mixes tokens is an
-attention that transformers' registry chooses. A forward without memory shows what each block does:
+attention that transformers' registry chooses. Forwards without memory show what each block does:
 how often it attends, with which arguments, and whether it mixes tokens elsewhere: by convolutions,
 by running sums, or by scores of its own. Experts are left out; they work on single tokens.
 
 Found by their shapes: the number of tokens is a prime that no width of a model has.
+
+Not covered: a layer that changes beyond the longer of the two lengths that are tried.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +24,9 @@ from .attention import NAME, Mask, attend, attends_by, make_mask, one_rank
 
 PROBE = f"{NAME}_probe"
 """Name of the recording attention in transformers' registries."""
-TOKENS = 61
-"""Tokens of the forward."""
+LENGTHS = (61, 8191)
+"""Tokens of the forwards. The second one is for layers that change with the length, such as those
+that compress keys; it is not reached by recurrences, which take time for each token."""
 MIXERS = frozenset(
     (
         "convolution",
@@ -36,6 +39,8 @@ MIXERS = frozenset(
     )
 )
 """Operators that combine tokens if the dim is that of tokens."""
+MOST_CHARACTERS = 200
+"""Longest quote of a foreign error."""
 CALL_DEPENDENT_ROPES = ("dynamic", "longrope")
 """Rotary positions that depend on the longest position of a call, so on a rank's part."""
 
@@ -59,7 +64,7 @@ class AttentionUse:
 def probe_attention(
     model: Any, decoder: nn.Module, blocks: Sequence[nn.Module]
 ) -> AttentionUse:
-    """Run one forward on the meta device.
+    """Run two forwards on the meta device.
 
     Args:
         model: transformers' model, with parameters and buffers on the meta device.
@@ -70,7 +75,23 @@ def probe_attention(
     use.obstacle = _declared_obstacle(model.config, blocks)
     if use.obstacle is not None:
         return use
-    watch = _Watch(use)
+    for tokens in LENGTHS:
+        use.calls = [0] * len(blocks)
+        use.obstacle = _observed_obstacle(model, decoder, blocks, use, tokens)
+        if use.obstacle is not None:
+            return use
+    return use
+
+
+def _observed_obstacle(
+    model: Any,
+    decoder: nn.Module,
+    blocks: Sequence[nn.Module],
+    use: AttentionUse,
+    tokens: int,
+) -> str | None:
+    """Run a forward, and return what it shows; ``use`` gets the calls."""
+    watch = _Watch(use, tokens)
     with (
         _recorded_attention(model, decoder, watch),
         _watched_blocks(blocks, watch),
@@ -80,7 +101,7 @@ def probe_attention(
         attends_by(one_rank(Ops())),
         watch,
     ):
-        tokens_BT = torch.zeros(1, TOKENS, dtype=torch.int64)
+        tokens_BT = torch.zeros(1, tokens, dtype=torch.int64)
         try:
             decoder(
                 input_ids=tokens_BT,
@@ -88,17 +109,14 @@ def probe_attention(
                 position_ids=torch.zeros_like(tokens_BT),
                 use_cache=False,
             )
-        except Exception as error:
+        except Exception as error:  # of foreign code, with a mask that is no tensor
             reason = str(error).strip().partition("\n")[0]
-            use.obstacle = f"its attention could not be followed ({reason})"
-            return use
+            return f"its attention could not be followed ({reason[:MOST_CHARACTERS]})"
     silent = [index for index, count in enumerate(use.calls) if not count]
     if silent:
         kind = type(blocks[silent[0]]).__name__
-        use.obstacle = f"block {silent[0]} ({kind}) does not attend by transformers' registry of attention"
-    elif watch.mixes:
-        use.obstacle = watch.mixes
-    return use
+        return f"block {silent[0]} ({kind}) does not attend by transformers' registry"
+    return watch.mixes
 
 
 def _declared_obstacle(config: Any, blocks: Sequence[nn.Module]) -> str | None:
@@ -121,9 +139,10 @@ def _declared_obstacle(config: Any, blocks: Sequence[nn.Module]) -> str | None:
 class _Watch(TorchDispatchMode):
     """Looks for operators that combine tokens within a block."""
 
-    def __init__(self, use: AttentionUse) -> None:
+    def __init__(self, use: AttentionUse, tokens: int) -> None:
         super().__init__()
         self.use = use
+        self.tokens = tokens
         self.block: int | None = None
         """The block that runs."""
         self.mixes: str | None = None
@@ -137,11 +156,11 @@ class _Watch(TorchDispatchMode):
         if self.mixes is None:
             shape = result.shape if isinstance(result, Tensor) else ()
             if self.block is None:
-                if name == "arange" and TOKENS in shape:
+                if name == "arange" and self.tokens in shape:
                     self.mixes = "it counts positions itself"
-            elif (name in MIXERS and _covers_tokens(name, args)) or list(shape).count(
-                TOKENS
-            ) > 1:
+            elif (name in MIXERS and _covers(self.tokens, name, args)) or list(
+                shape
+            ).count(self.tokens) > 1:
                 self.mixes = (
                     f"block {self.block} combines tokens outside of attention ({name})"
                 )
@@ -179,17 +198,17 @@ class _Watch(TorchDispatchMode):
         return query.new_empty(batch, tokens, heads, width), None
 
 
-def _covers_tokens(name: str, args: Any) -> bool:
+def _covers(tokens: int, name: str, args: Any) -> bool:
     """Whether an operator works along the dim of tokens, as far as it says."""
     if name == "convolution":
-        return TOKENS in args[0].shape
+        return tokens in args[0].shape
     dims = args[-1] if len(args) > 1 else ()
     dims = dims if isinstance(dims, (list, tuple)) else [dims]
     shape = args[0].shape
     return any(
         isinstance(dim, int)
         and -len(shape) <= dim < len(shape)
-        and shape[dim] == TOKENS
+        and shape[dim] == tokens
         for dim in dims
     )
 
