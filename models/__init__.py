@@ -18,7 +18,7 @@ from .decoder import DecoderModel, NativeModel, ParameterCounts, use_context
 from .documents import attended_keys
 from .foreign import ModuleConfig, TransformersConfig
 from .gpt2 import GPT2Config
-from .huggingface import HuggingFaceFormat, Piece, whole
+from .huggingface import HuggingFaceFormat, Piece, WeightsFormat, whole
 from .llama import LlamaConfig
 from .llama4 import Llama4Config
 from .mistral import MistralConfig
@@ -29,6 +29,7 @@ from .qwen2 import Qwen2Config
 from .qwen3 import Qwen3Config
 from .qwen3_moe import Qwen3MoEConfig
 from .rotary import RotaryConfig
+from .stored_buffers import StoredBuffer, stored_buffers
 
 NATIVE_MODELS: dict[str, type[NativeConfig]] = {
     config.family: config
@@ -68,11 +69,13 @@ __all__ = [
     "Qwen3MoEConfig",
     "RotaryConfig",
     "Router",
-    "TransformersConfig",
+    "StoredBuffer",
+    "WeightsFormat",
     "attended_keys",
     "choose_ops",
     "npu_kernels",
     "routers",
+    "stored_buffers",
     "use_context",
     "use_ops",
     "whole",

@@ -19,6 +19,7 @@ from .cache import KeyValueCache
 from .config import ModelConfig, NativeConfig
 from .context import FULL_SEQUENCES, Context
 from .documents import Documents, document_positions, mask_documents
+from .huggingface import FamilyFormat, WeightsFormat
 from .initial import normal
 from .layers import Block, Embedding, LMHead, LossFn
 from .moe import MoE
@@ -133,17 +134,11 @@ class DecoderModel(Layer, ABC):
         for constant in self.constants:
             constant.materialize(device)
 
-    def cast_buffers(self, buffer_dtype: torch.dtype, param_dtype: torch.dtype) -> None:
-        """Cast the computed floating-point buffers.
-
-        Args:
-            buffer_dtype: for a model whose buffers the user chooses the dtype of.
-            param_dtype: of the computation.
-        """
-        for module in self.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.is_floating_point():
-                    setattr(module, name, buffer.to(buffer_dtype))
+    @property
+    def weights_format(self) -> WeightsFormat | None:
+        """Where the weights are in a folder in Hugging Face format; None without such folders."""
+        style = self.config.hugging_face
+        return None if style is None else FamilyFormat(style, self.config)
 
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of forward and backward per token: 6 per weight of a matmul, attention over half

@@ -7,9 +7,15 @@ rank reads only its shard, and to write.
 
 ``config.json`` is read and written through tables of keys. Settings that change the arithmetic and
 that a family does not support are refused by name, rather than computed differently.
+
+``WeightsFormat`` is what reading and writing folders needs of a model; a family's
+``HuggingFaceFormat`` is one, and a transformers model has its own (``foreign.weights``).
 """
 
-from collections.abc import Mapping
+import dataclasses
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +67,64 @@ class Piece:
         return Piece(
             region, self.tensor, self.tensor_shape, tensor_region, self.transposed
         )
+
+
+Pieces = Callable[[str, tuple[int, ...]], list[Piece]]
+"""``pieces(name, shape)`` splits the parameter of this name and full shape."""
+
+
+@dataclass(frozen=True)
+class FolderLayout:
+    """Where one folder has a model's weights."""
+
+    pieces: Pieces
+    """With the names that the folder has."""
+    unused: Collection[str] = ()
+    """Names of tensors that such folders hold and that are not needed."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that may be in the folder beside the equal one → that one; of tied weights."""
+
+
+class WeightsFormat(ABC):
+    """Where a model's weights are in folders in Hugging Face format."""
+
+    source: str | None = None
+    """Folder with other files of the model, which a written one gets too."""
+
+    @abstractmethod
+    def pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
+        """Split a parameter into pieces, as folders are written.
+
+        Args:
+            name: our name of it.
+            shape: its full shape.
+        """
+
+    @abstractmethod
+    def layout(self, stored: Collection[str]) -> FolderLayout:
+        """Find the weights in a folder that holds tensors of these names."""
+
+    @abstractmethod
+    def write_config(self, dtype: str) -> dict[str, Any]:
+        """``config.json`` of a folder with weights of a dtype, as a tree."""
+
+    def adapter_piece(self, layer: str, shape: tuple[int, int]) -> Piece:
+        """The piece by which a folder in PEFT's format names a layer's adapter.
+
+        Args:
+            layer: our name of a linear layer.
+            shape: outer and inner width.
+        """
+        (piece,) = self.pieces(f"{layer}.weight", shape)
+        return piece
+
+    def keeps_float32(self, tensor: str) -> bool:
+        """Whether a tensor is written in float32 in any case."""
+        return False
+
+
+EMBEDDING = "embed_tokens.weight"
+HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -135,3 +199,52 @@ class HuggingFaceFormat:
                     f"config.json lacks {key}, which a {self.model_type} model needs"
                 )
         return fields
+
+
+class FamilyFormat(WeightsFormat):
+    """The format of a model of one of the families.
+
+    Args:
+        style: of the family.
+        config: of the model, a ``ModelConfig``.
+    """
+
+    def __init__(self, style: HuggingFaceFormat, config: Any) -> None:
+        self.style = style
+        self._config = config
+
+    def write_config(self, dtype: str) -> dict[str, Any]:
+        """The family's; transformers 4 reads the dtype's second spelling."""
+        return self.style.write_config(self._config) | {
+            "dtype": dtype,
+            "torch_dtype": dtype,
+        }
+
+    def pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
+        """The family's."""
+        return self.style.pieces(name, shape)
+
+    def layout(self, stored: Collection[str]) -> FolderLayout:
+        """The family's names. The published GPT-2 was saved without the name prefix of the decoder
+        below the head."""
+        style = self.style
+        prefix = style.names[""]
+        if any(name.startswith(prefix) for name in stored):
+            prefix = ""
+
+        def pieces(name: str, shape: tuple[int, ...]) -> list[Piece]:
+            return [
+                dataclasses.replace(piece, tensor=piece.tensor.removeprefix(prefix))
+                for piece in self.pieces(name, shape)
+            ]
+
+        drops = [
+            re.escape(drop.removeprefix(prefix)).replace(r"\{\}", r"\d+")
+            for drop in style.drops
+        ]
+        unused = {
+            name for name in stored if any(re.fullmatch(drop, name) for drop in drops)
+        }
+        embedding = style.tensor_name(EMBEDDING).removeprefix(prefix)
+        copies = {HEAD: embedding} if self._config.tie_embeddings else {}
+        return FolderLayout(pieces, unused, copies)

@@ -10,11 +10,15 @@ the same elements. The price: about ten integer passes over an adapter's input.
 Shapes: B batch, T sequence, I and O inner and outer width, R rank.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .context import FULL_SEQUENCES, Context
 from .decoder import DecoderModel
@@ -35,8 +39,8 @@ class Samples:
         self.context: Context = FULL_SEQUENCES
 
 
-class LoRALinear(Linear):
-    """A frozen linear layer with an adapter; made by :func:`add_adapters`."""
+class LowRank(nn.Module):
+    """A linear layer of any class with an adapter, whose product it adds to its own."""
 
     lora_a: Linear
     lora_b: Linear
@@ -55,10 +59,96 @@ class LoRALinear(Linear):
                 "dropout needs the numbers of the samples"
             )
             adapter_input = drop(input, self.dropout, self.samples, self.number)
+        product = cast(Callable[[Tensor], Tensor], super().forward)
         # Scaled where it is narrow: one pass less over the output.
-        return self.multiply(input) + self.lora_b(
-            self.lora_a(adapter_input) * self.scale
-        )
+        return product(input) + self.lora_b(self.lora_a(adapter_input) * self.scale)
+
+
+class LoRALinear(LowRank, Linear):
+    """A frozen linear layer of the families with an adapter; made by :func:`add_adapters`."""
+
+
+@functools.cache
+def _adapted_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that a linear layer of this class has with an adapter."""
+    return (
+        LoRALinear
+        if kind is Linear
+        else type(f"LoRA{kind.__name__}", (LowRank, kind), {})
+    )
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """A layer that can get an adapter."""
+
+    module: nn.Module
+    in_features: int
+    out_features: int
+    transposed: bool
+    """Whether its weight is (I, O), as of transformers' Conv1D."""
+
+
+def linear_layers(model: DecoderModel) -> dict[str, LinearLayer]:
+    """The linear layers of a model's blocks that can get adapters, by their names in the model.
+
+    Subclasses of ``torch.nn.Linear`` are none of them, since they may compute otherwise. Nor are
+    routers and routed experts, which do not see all tokens.
+    """
+    layers = {}
+    for name, module in model.layers.named_modules():
+        if is_adapter(f".{name}.") or is_routed(model, name):
+            continue
+        kind = _plain_class(module)
+        if kind in (Linear, nn.Linear):
+            assert isinstance(module, nn.Linear)
+            layers[f"layers.{name}"] = LinearLayer(
+                module, module.in_features, module.out_features, transposed=False
+            )
+        elif _is_conv1d(kind):
+            inner, outer = module.get_parameter("weight").shape
+            layers[f"layers.{name}"] = LinearLayer(
+                module, inner, outer, transposed=True
+            )
+    return layers
+
+
+def is_routed(model: DecoderModel, name: str) -> bool:
+    """Whether a module is one of the routed experts, or scores or gates them.
+
+    Args:
+        model: the model.
+        name: of the module, in the blocks.
+    """
+    parts = name.split(".")
+    for index, part in enumerate(parts):
+        if part == "experts":
+            return True
+        siblings = model.layers.get_submodule(".".join(parts[:index]))
+        is_gate = part.endswith("gate") or "router" in part
+        if is_gate and hasattr(siblings, "experts"):
+            return True
+    return False
+
+
+def match_layers(names: Sequence[str], target: str) -> list[str]:
+    """Those of the layers' names that a target means.
+
+    A target is the end of a name (``q_proj``, ``self_attn.q_proj``) or a regular expression of the
+    full name, which has other characters too.
+    """
+    if re.fullmatch(r"[\w.]+", target):
+        return [name for name in names if f".{name}".endswith(f".{target}")]
+    return [name for name in names if re.fullmatch(target, name)]
+
+
+def adapted_layers(
+    model: DecoderModel, targets: Sequence[str]
+) -> dict[str, LinearLayer]:
+    """The layers of a model that get adapters, by name, in the order of the model."""
+    layers = linear_layers(model)
+    names = {name for target in targets for name in match_layers(list(layers), target)}
+    return {name: layer for name, layer in layers.items() if name in names}
 
 
 def add_adapters(
@@ -78,37 +168,47 @@ def add_adapters(
         ValueError: if no block has one of the targets.
     """
     model.requires_grad_(False)
-    names: list[str] = []
-    for name, module in model.layers.named_modules():
-        if type(module) is not Linear or name.rpartition(".")[2] not in targets:
-            continue
-        module.__class__ = LoRALinear
-        assert isinstance(module, LoRALinear)
-        dtype = module.weight.dtype
-        module.lora_a = Linear(
-            module.in_features,
-            rank,
-            bias=False,
-            dtype=dtype,
-            device=module.weight.device,
-        )
-        module.lora_b = Linear(
-            rank,
-            module.out_features,
-            bias=False,
-            dtype=dtype,
-            device=module.weight.device,
-        )
-        module.scale = alpha / rank
-        module.dropout = dropout
-        module.number = torch.tensor(len(names), device="cpu")
-        module.samples = samples
-        names.append(f"layers.{name}")
-    if not names:
+    layers = adapted_layers(model, targets)
+    if not layers:
         raise ValueError(
             f"none of {', '.join(targets)} is a linear layer of this model's blocks"
         )
-    return names
+    for number, layer in enumerate(layers.values()):
+        module = layer.module
+        module.__class__ = _adapted_class(type(module))
+        assert isinstance(module, LowRank)
+        weight = module.get_parameter("weight")
+        module.lora_a = Linear(
+            layer.in_features,
+            rank,
+            bias=False,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+        module.lora_b = Linear(
+            rank,
+            layer.out_features,
+            bias=False,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+        module.scale = alpha / rank
+        module.dropout = dropout
+        module.number = torch.tensor(number, device="cpu")
+        module.samples = samples
+    return list(layers)
+
+
+def _plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module has without an adapter."""
+    kind = type(module)
+    if isinstance(module, LowRank):
+        kind = kind.__mro__[kind.__mro__.index(LowRank) + 1]
+    return kind
+
+
+def _is_conv1d(kind: type[nn.Module]) -> bool:
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
 def init_adapter_rows(name: str, rows: Tensor, generator: torch.Generator) -> None:

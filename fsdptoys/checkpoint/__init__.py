@@ -16,7 +16,8 @@ from .manifest import Schema as Schema
 from .manifest import step_of as step_of
 from .model_config import check_same as check_same
 from .model_config import differences as differences
-from .model_config import hugging_face_format as hugging_face_format
+from .model_config import named_weights as named_weights
+from .model_config import weights_format as weights_format
 from .safetensors_io import MAX_FILE_BYTES as MAX_FILE_BYTES
 from .safetensors_io import ReadRegion as ReadRegion
 from .safetensors_io import Written as Written

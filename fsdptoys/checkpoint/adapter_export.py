@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdptoys.models import ModelConfig
-from fsdptoys.models.lora import is_adapter
+from fsdptoys.models import DecoderModel, ModelConfig
+from fsdptoys.models.lora import LinearLayer, is_adapter, linear_layers
 from fsdptoys.models.nf4 import NAME, Codebook, is_packed, unpack
 from fsdptoys.utils.sealed_folder import new_folder
 
@@ -35,7 +35,10 @@ ADAPTER_FOLDER = "adapter"
 
 
 def merged(
-    params: Iterator[tuple[str, Tensor]], scale: float, adapters: dict[str, Tensor]
+    params: Iterator[tuple[str, Tensor]],
+    scale: float,
+    adapters: dict[str, Tensor],
+    layers: Mapping[str, LinearLayer],
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters of the model alone, with adapters added to their layers' weights.
 
@@ -43,7 +46,8 @@ def merged(
         params: all parameters, as of ``Strategy.full_parameters``; a weight comes before its
             adapter.
         scale: alpha / rank.
-        kept: filled with the adapters, by name.
+        adapters: filled with the adapters, by name.
+        layers: those that have adapters.
     """
     waiting: dict[str, Tensor] = {}
     codebook = Codebook()
@@ -54,15 +58,19 @@ def merged(
             layer = name.removesuffix(A).removesuffix(B)
             if layer + A in adapters and layer + B in adapters:
                 weight = waiting.pop(layer)
-                yield (
-                    f"{layer}.weight",
-                    weight.addmm(adapters[layer + B], adapters[layer + A], alpha=scale),
+                if layers[layer].transposed:
+                    weight = weight.mT
+                weight = weight.addmm(
+                    adapters[layer + B], adapters[layer + A], alpha=scale
                 )
+                if layers[layer].transposed:
+                    weight = weight.mT
+                yield f"{layer}.weight", weight
         elif is_packed(name):
             # Rounded as in the forward.
             weight = unpack(param, codebook.pairs, param.dtype).float()
             waiting[name.removesuffix(NAME)] = weight
-        elif name.endswith("_proj.weight") and name.startswith("layers."):
+        elif name.removesuffix(".weight") in layers:
             waiting[name.removesuffix(".weight")] = param
         else:
             yield name, param
@@ -73,7 +81,7 @@ def merged(
 def write_adapter(
     folder: Path,
     adapters: Mapping[str, Tensor],
-    model: ModelConfig,
+    config: ModelConfig,
     *,
     rank: int,
     alpha: float,
@@ -84,7 +92,7 @@ def write_adapter(
     Args:
         folder: to make.
         adapters: A and B of every layer, by our names, in full.
-        model: the base.
+        config: of the base.
         rank: of every adapter.
         alpha: their scale is alpha / rank.
         dropout: recorded for a later training.
@@ -92,6 +100,9 @@ def write_adapter(
     Raises:
         ConfigError: if the folder is taken or cannot be written.
     """
+    with torch.device("meta"):
+        model: DecoderModel = config.build()
+    linears = linear_layers(model)
     tensors: dict[str, Tensor] = {}
     parts: dict[str, list[tuple[AdapterLocation, Tensor, Tensor]]] = {}
     for name in adapters:
@@ -99,7 +110,7 @@ def write_adapter(
             layer = name.removesuffix(A)
             a_RI = adapters[layer + A]
             b_OR = adapters[layer + B]
-            location = locate_adapter(model, layer, (b_OR.shape[0], a_RI.shape[1]))
+            location = locate_adapter(model, layer, linears[layer])
             parts.setdefault(location.module, []).append((location, a_RI, b_OR))
     ranks: dict[str, int] = {}
     for module, layers in parts.items():
@@ -112,7 +123,7 @@ def write_adapter(
         tensors[module + THEIR_B] = torch.cat(blocks, dim=1)
         ranks[module.removeprefix(PREFIX)] = rank * len(layers)
     wider = {module: wide for module, wide in ranks.items() if wide != rank}
-    config: dict[str, Any] = {
+    tree: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": rank,
@@ -121,17 +132,18 @@ def write_adapter(
         # Names in full, since PEFT adapts every module that ends with one of them.
         "target_modules": sorted(ranks),
         "bias": "none",
-        "fan_in_fan_out": model.family == "gpt2",
+        "fan_in_fan_out": any(layer.transposed for layer in linears.values())
+        or config.family == "gpt2",
         # The same alpha / rank for every layer.
         "rank_pattern": wider,
         "alpha_pattern": {
             module: alpha * wide / rank for module, wide in wider.items()
         },
-        "base_model_name_or_path": model.init_from,
+        "base_model_name_or_path": config.init_from,
         "inference_mode": True,
     }
     with new_folder(folder, CHECKSUMS_FILE) as temporary:
         (temporary / CONFIG_FILE).write_text(
-            json.dumps(config, indent=2) + "\n", encoding="utf-8"
+            json.dumps(tree, indent=2) + "\n", encoding="utf-8"
         )
         write_tensors(temporary, STEM, tensors.items())

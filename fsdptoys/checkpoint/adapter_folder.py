@@ -26,14 +26,13 @@ import torch
 from torch import Tensor
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import DecoderModel, ModelConfig
-from fsdptoys.models.layers import Linear
-from fsdptoys.models.lora import is_adapter
+from fsdptoys.models import DecoderModel
+from fsdptoys.models.lora import LinearLayer, adapted_layers, linear_layers
 from fsdptoys.utils.dtensor import local_bounds, local_tensor
 from fsdptoys.utils.text import one_line, short_text
 
 from .checksums import verify_checksums
-from .model_config import hugging_face_format
+from .model_config import weights_format
 from .safetensors_io import AGAIN, TensorFolder, read_json
 
 STEM = "adapter_model"
@@ -72,6 +71,8 @@ class AdapterLocation:
     """I."""
     total: int
     """Rows of B."""
+    transposed: bool
+    """Whether the layer's weight is (I, O)."""
 
 
 class AdapterFolder:
@@ -124,15 +125,12 @@ class AdapterFolder:
     def check(self, model: DecoderModel) -> None:
         """Check from the files' headers that every tensor belongs to a linear layer of a model on
         the meta device."""
-        for name, module in model.layers.named_modules():
-            if isinstance(module, Linear) and not is_adapter(f"{name}."):
-                layer = f"layers.{name}"
-                shape = (module.out_features, module.in_features)
-                location = locate_adapter(model.config, layer, shape)
-                names = {location.module + THEIR_A, location.module + THEIR_B}
-                if names & self._tensors.stored.keys():
-                    self._locations[layer] = location
-                    self._layers.setdefault(location.module, []).append(layer)
+        for name, layer in linear_layers(model).items():
+            location = locate_adapter(model, name, layer)
+            names = {location.module + THEIR_A, location.module + THEIR_B}
+            if names & self._tensors.stored.keys():
+                self._locations[name] = location
+                self._layers.setdefault(location.module, []).append(name)
         reader = f"the adapter of a {model.config.family} model as configured"
         needed: dict[str, tuple[int, ...]] = {}
         for module_name, layers in self._layers.items():
@@ -172,12 +170,14 @@ class AdapterFolder:
             key: setting that names the folder, for messages.
             rank: of every adapter of the run.
             alpha: the run's scale is alpha / rank.
-            targets: last parts of the names of the layers that get adapters.
+            targets: of ``adapted_layers``.
             model: on the meta device.
         """
-        for layers in self._layers.values():
-            if len(layers) > 1 and all(self._is_split(layer, rank) for layer in layers):
-                self.ranks |= dict.fromkeys(layers, rank)
+        for sharing in self._layers.values():
+            if len(sharing) > 1 and all(
+                self._is_split(layer, rank) for layer in sharing
+            ):
+                self.ranks |= dict.fromkeys(sharing, rank)
         where = f"{key}={self.path}"
         ranks = sorted(set(self.ranks.values()))
         if len(ranks) > 1:
@@ -201,25 +201,24 @@ class AdapterFolder:
                 f"tune.alpha={alpha:g} is not {fitting:g}, that of {where}; set "
                 f"tune.alpha={fitting:g}"
             )
-        every = [
-            name
-            for name, module in model.layers.named_modules()
-            if type(module) is Linear
-        ]
-        own = sorted({name.rpartition(".")[2] for name in every} & set(targets))
+        layers = adapted_layers(model, targets)
+        own = sorted({name.rpartition(".")[2] for name in layers})
         if own != self.targets:
             lists = [f"[{','.join(names)}]" for names in (own, self.targets)]
             raise ConfigError(
                 f"tune.targets={lists[0]} is not {lists[1]}, the layers of {where}; set "
                 f"tune.targets={lists[1]}"
             )
-        for name in every:
-            if (
-                name.rpartition(".")[2] in own
-                and f"layers.{name}" not in self._locations
-            ):
+        for name in layers:
+            if name not in self._locations:
                 raise ConfigError(
-                    f"{where} holds no adapter of layers.{name}; use one of all blocks"
+                    f"{where} holds no adapter of {name}; use one of all blocks"
+                )
+        for name in self._locations:
+            if name not in layers:
+                raise ConfigError(
+                    f"{where} holds an adapter of {name}, which tune.targets does not name; "
+                    f"set tune.targets=[{','.join(self.targets)}]"
                 )
 
     def fill(self, param: Tensor, name: str) -> None:
@@ -253,13 +252,15 @@ class AdapterFolder:
         )
 
     def merge(self, weight_OI: Tensor, name: str) -> None:
-        """Add scale · B A to a layer's full float32 weight on the CPU, in place; leave others as
-        they are."""
+        """Add scale · B A to a layer's full float32 weight on the CPU, in place, which may be
+        (I, O); leave others as they are."""
         if not self.adapts(name):
             return
         layer = name.removesuffix(".weight")
         location = self._locations[layer]
         rank = self._stored_rank(layer)
+        if location.transposed:
+            weight_OI = weight_OI.mT
         with self._tensors.reading() as read:
             a_RI = read(
                 location.module + THEIR_A, ((0, rank), (0, location.inner))
@@ -318,12 +319,16 @@ class AdapterFolder:
 
 
 def locate_adapter(
-    config: ModelConfig, layer: str, shape: tuple[int, int]
+    model: DecoderModel, name: str, layer: LinearLayer
 ) -> AdapterLocation:
-    """Where a folder holds the adapter of a layer."""
-    (piece,) = hugging_face_format(config).pieces(f"{layer}.weight", shape)
+    """Where a folder holds the adapter of a layer of this name."""
+    shape = (layer.out_features, layer.in_features)
+    piece = weights_format(model).adapter_piece(name, shape)
     dim = -1 if piece.transposed else 0
-    module = PREFIX + piece.tensor.removesuffix(".weight")
     return AdapterLocation(
-        module, piece.tensor_region[dim], shape[1], piece.tensor_shape[dim]
+        PREFIX + piece.tensor.removesuffix(".weight"),
+        piece.tensor_region[dim],
+        layer.in_features,
+        piece.tensor_shape[dim],
+        layer.transposed,
     )

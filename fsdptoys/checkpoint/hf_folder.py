@@ -29,8 +29,9 @@ from fsdptoys.models import (
     HuggingFaceFormat,
     ModelConfig,
     Piece,
+    WeightsFormat,
 )
-from fsdptoys.models.rope_scaling import RopeKind
+from fsdptoys.models.huggingface import FolderLayout
 from fsdptoys.utils.dtensor import local_bounds, local_tensor
 from fsdptoys.utils.sealed_folder import new_folder
 from fsdptoys.utils.text import one_line, short_text
@@ -40,7 +41,8 @@ from .model_config import (
     build_model_config,
     check_same,
     check_type,
-    hugging_face_format,
+    named_weights,
+    weights_format,
 )
 from .safetensors_io import (
     AGAIN,
@@ -58,8 +60,6 @@ from .safetensors_io import (
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 STEM = "model"
-EMBEDDING = "embed_tokens.weight"
-HEAD = "lm_head.weight"
 
 ROTARY_NUMBERS = {
     **dict.fromkeys(
@@ -101,9 +101,10 @@ class HuggingFaceFolder:
     """A folder with ``config.json`` and safetensors files: call ``check``, then ``fill`` for each
     parameter."""
 
-    tensors: TensorFolder  # the files' tensors; set by ``check``
-    # the model that ``check`` compared the folder with
-    model: DecoderModel | None = None
+    # set by ``check``
+    tensors: TensorFolder
+    _layout: FolderLayout | None = None
+    _needed: dict[str, tuple[int, ...]]
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
@@ -164,33 +165,18 @@ class HuggingFaceFolder:
         meta device."""
         verify_checksums(self.path, only_sizes=True)
         tensors = TensorFolder(self.path, STEM)
-        style = hugging_face_format(model.config)
-        # The published GPT-2 was saved without the name prefix of the decoder below the head.
-        prefix = style.names[""]
-        self._missing_prefix = (
-            "" if any(name.startswith(prefix) for name in tensors.stored) else prefix
-        )
+        layout = weights_format(model).layout(tensors.stored)
         self._needed = {
-            self._stored_name(piece.tensor): piece.tensor_shape
-            for name, param in model.named_parameters()
-            for piece in style.pieces(name, tuple(param.shape))
+            piece.tensor: piece.tensor_shape
+            for name, tensor in named_weights(model)
+            for piece in layout.pieces(name, tuple(tensor.shape))
         }
-        drops = [
-            re.escape(self._stored_name(drop)).replace(r"\{\}", r"\d+")
-            for drop in style.drops
-        ]
-        ignored = {
-            name
-            for name in tensors.stored
-            if any(re.fullmatch(drop, name) for drop in drops)
-        }
-        if model.config.tie_embeddings:
-            ignored.add(HEAD)
         reader = f"a {model.config.family} model as configured"
         fix = f"use a folder whose {CONFIG_FILE} fits its weights"
+        ignored = {*layout.unused, *layout.copies}
         tensors.require(self._needed, reader, fix, ignored)
+        self._layout = layout
         self.tensors = tensors
-        self.model = model
 
     def fill(self, param: Tensor, name: str) -> None:
         """Fill a parameter, or this rank's shard of it, from the files, in place and in its own
@@ -200,16 +186,15 @@ class HuggingFaceFolder:
         accepts. Reads only the shard's part; extra memory is at most the mapped pages of this
         parameter. ConfigError if a file has become unreadable since ``check``.
         """
-        assert self.model is not None, "check the folder first"
-        style = hugging_face_format(self.model.config)
+        assert self._layout is not None, "check the folder first"
         bounds = local_bounds(param)
         with torch.no_grad(), self.tensors.reading() as read:
             local = local_tensor(param)
-            for piece in style.pieces(name, tuple(param.shape)):
+            for piece in self._layout.pieces(name, tuple(param.shape)):
                 part = piece.narrow(bounds)
                 if part is None:
                     continue
-                source = read(self._stored_name(part.tensor), part.tensor_region)
+                source = read(part.tensor, part.tensor_region)
                 target = local[
                     slices(part.region, origin=tuple(first for first, _ in bounds))
                 ]
@@ -221,31 +206,28 @@ class HuggingFaceFolder:
     def check_values(self) -> None:
         """Read all tensors in blocks; reject non-finite values, and a tied head that differs from
         the embedding."""
-        assert self.model is not None, "check the folder first"
+        assert self._layout is not None, "check the folder first"
         self.tensors.read_all(self._needed)
-        head = self.tensors.stored.get(HEAD)
-        if head is not None and HEAD not in self._needed:
-            style = hugging_face_format(self.model.config)
-            embedding = self._stored_name(style.tensor_name(EMBEDDING))
-            shape = self._needed[embedding]
-            self.tensors.require({HEAD: shape}, "a head that is tied to the embedding")
+        for copy, name in self._layout.copies.items():
+            stored = self.tensors.stored.get(copy)
+            if stored is None or copy in self._needed:
+                continue
+            shape = self._needed[name]
+            self.tensors.require({copy: shape}, "a head that is tied to the embedding")
             for block in blocks(shape):
                 with self.tensors.reading() as read:
-                    if not torch.equal(read(HEAD, block), read(embedding, block)):
+                    if not torch.equal(read(copy, block), read(name, block)):
                         raise ConfigError(
-                            f"{self.path / head.file} holds {HEAD} with other values than "
-                            f"{embedding}, though {CONFIG_FILE} says that they are one; set "
+                            f"{self.path / stored.file} holds {copy} with other values than "
+                            f"{name}, though {CONFIG_FILE} says that they are one; set "
                             "tie_word_embeddings to false there"
                         )
-
-    def _stored_name(self, tensor: str) -> str:
-        return tensor.removeprefix(self._missing_prefix)
 
 
 def open_init_from(model: DecoderModel) -> HuggingFaceFolder:
     """Open the folder of ``model.init_from`` and check that it fits the model, which is on the meta
     device."""
-    hugging_face_format(model.config)
+    weights_format(model)
     init_from = model.config.init_from
     assert init_from is not None
     try:
@@ -278,19 +260,22 @@ def write_hugging_face(
     ``token_ids`` the ids under the names of ``NO_TOKENS``. ConfigError if ``out_dir`` is taken or
     cannot be written, a value overflows ``dtype``, or the family has no such format.
     """
-    style = hugging_face_format(config)
+    with torch.device("meta"):
+        model: DecoderModel = config.build()
+    style = weights_format(model)
+    tree = style.write_config(dtype_name(dtype))
+    ids = NO_TOKENS | dict(token_ids)
+    trees = {CONFIG_FILE: tree | ids, GENERATION_CONFIG_FILE: ids}
+    if style.source is not None:
+        trees = {CONFIG_FILE: tree}
+        generation = Path(style.source) / GENERATION_CONFIG_FILE
+        if generation.exists():
+            trees[GENERATION_CONFIG_FILE] = read_json(generation)
     with new_folder(out_dir, CHECKSUMS_FILE) as folder:
         files = write_tensors(
-            folder, STEM, _tensors(config, style, read, dtype), max_file_bytes
+            folder, STEM, _tensors(model, style, read, dtype), max_file_bytes
         )
-        dtype_text = dtype_name(dtype)
-        # transformers 4 reads the second spelling.
-        tree = style.write_config(config) | {
-            "dtype": dtype_text,
-            "torch_dtype": dtype_text,
-        }
-        ids = NO_TOKENS | dict(token_ids)
-        for name, values in ((CONFIG_FILE, tree | ids), (GENERATION_CONFIG_FILE, ids)):
+        for name, values in trees.items():
             (folder / name).write_text(
                 json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8"
             )
@@ -300,19 +285,18 @@ def write_hugging_face(
 
 
 def _tensors(
-    config: ModelConfig,
-    style: HuggingFaceFormat,
+    model: DecoderModel,
+    style: WeightsFormat,
     read: ReadRegion,
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, Tensor]]:
-    with torch.device("meta"):
-        model = config.build()
     pieces: dict[str, list[tuple[str, Piece]]] = {}
-    for name, param in model.named_parameters():
-        for piece in style.pieces(name, tuple(param.shape)):
+    for name, weight in named_weights(model):
+        for piece in style.pieces(name, tuple(weight.shape)):
             pieces.setdefault(piece.tensor, []).append((name, piece))
     for tensor, parts in pieces.items():
-        whole = torch.empty(parts[0][1].tensor_shape, dtype=dtype)
+        own_dtype = torch.float32 if style.keeps_float32(tensor) else dtype
+        whole = torch.empty(parts[0][1].tensor_shape, dtype=own_dtype)
         filled = 0
         for name, piece in parts:
             target = whole[slices(piece.tensor_region)]

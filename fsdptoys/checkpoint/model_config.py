@@ -5,11 +5,18 @@ and far away, so it is rejected here under its name in the file.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import HuggingFaceFormat, ModelConfig
+from fsdptoys.models import (
+    DecoderModel,
+    ModelConfig,
+    WeightsFormat,
+    stored_buffers,
+)
 from fsdptoys.utils.foreign import ForeignError
 from fsdptoys.utils.from_tree import build, convert
 from fsdptoys.utils.text import one_line, value_text
@@ -39,15 +46,24 @@ def build_model_config(
         ) from error
 
 
-def hugging_face_format(config: ModelConfig) -> HuggingFaceFormat:
-    """Return the format of a model's family; a ConfigError if the family has none."""
-    if config.hugging_face is None:
+def weights_format(model: DecoderModel) -> WeightsFormat:
+    """Return where a model's weights are in folders; a ConfigError if its family has none."""
+    style = model.weights_format
+    if style is None:
+        config = model.config
         raise ConfigError(
             f"model={config.name} is of the family {config.family}, which has no Hugging Face "
             "format; set model.init_from=null and tune=full, and use the weights as the run "
             "wrote them"
         )
-    return config.hugging_face
+    return style
+
+
+def named_weights(model: DecoderModel) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and stored buffers of a model that is not wrapped."""
+    yield from model.named_parameters()
+    for buffer in stored_buffers(model):
+        yield buffer.name, buffer.tensor
 
 
 def check_type(value: Any, annotation: Any, where: str, key: str) -> None:

@@ -26,7 +26,7 @@ from .checksums import CHECKSUMS_FILE
 from .config import CheckpointConfig
 from .load import read_checkpoint
 from .manifest import InvalidCheckpointError
-from .model_config import build_model_config
+from .model_config import build_model_config, named_weights
 from .ranks import Ranks
 from .safetensors_io import MAX_FILE_BYTES, TensorFolder, Written, slices, write_tensors
 from .select import find_checkpoint, locate
@@ -100,7 +100,7 @@ class RunWeights:
 def _shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         model: DecoderModel = config.build()
-    return {name: tuple(param.shape) for name, param in model.named_parameters()}
+    return {name: tuple(weight.shape) for name, weight in named_weights(model)}
 
 
 def _read_settings(path: Path) -> dict[str, Any]:

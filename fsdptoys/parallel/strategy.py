@@ -24,7 +24,7 @@ float64, never averaged, and rounded to float32 once a step.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdptoys.models import Context, DecoderModel
+from fsdptoys.models import Context, DecoderModel, StoredBuffer
 from fsdptoys.utils.dtensor import local_tensor
 from fsdptoys.utils.storages import bytes_beside
 
@@ -66,6 +66,8 @@ class Strategy(ABC):
     """The model with the stages of all ranks; set by ``shard`` where there is a pipeline."""
     local_data_ranks: int = 1
     """Number of ranks whose micro-batches this process runs one after another."""
+    stored_buffers: Sequence[StoredBuffer] = ()
+    """The buffers of the model that are weights, the same on all ranks."""
     units_ahead: int = 0
     """Units after its own that a unit's forward begins to gather."""
     sharded: ClassVar[str] = "parameters, gradients and optimizer states"
@@ -197,8 +199,8 @@ class Strategy(ABC):
 
     @torch.no_grad()
     def state_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Tensors of ``state``. A collective."""
-        return self.state(optimizer).tensors()
+        """Tensors of ``state``, and stored buffers. A collective."""
+        return self.state(optimizer).tensors() | self._buffers()
 
     @torch.no_grad()
     def load_state_tensors(
@@ -215,8 +217,24 @@ class Strategy(ABC):
         create_stored_states(optimizer, self.trainable_parameters(), read_states)
         state = self.state(optimizer)
         tensors = state.tensors()
-        load(tensors)
+        # Copies, since FSDP1 installs the buffers of its own state too.
+        buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
+        load(tensors | buffers)
         state.install(tensors)
+        for name, buffer in self._buffers().items():
+            buffer.copy_(buffers[name])
+
+    def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every stored buffer on the CPU in float32."""
+        for buffer in self.stored_buffers:
+            yield buffer.name, buffer.tensor.detach().to("cpu", torch.float32)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """The live stored buffers by their names in a checkpoint."""
+        return {
+            f"model.{buffer.name}": buffer.tensor.detach()
+            for buffer in self.stored_buffers
+        }
 
     def shard_group(self) -> dist.ProcessGroup | None:
         """The ranks that shard a gradient among them; None if each rank has it in full."""

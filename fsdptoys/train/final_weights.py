@@ -3,11 +3,13 @@
 import itertools
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from fsdptoys.checkpoint import WEIGHTS_FOLDER, save_weights
 from fsdptoys.checkpoint.adapter_export import ADAPTER_FOLDER, merged, write_adapter
 from fsdptoys.config.schema import Config
+from fsdptoys.models.lora import adapted_layers
 from fsdptoys.parallel import Strategy
 from fsdptoys.tune import LoRAConfig
 
@@ -21,13 +23,16 @@ def save_final_weights(config: Config, strategy: Strategy, run_dir: Path) -> Non
     tune = config.tune
     adapters: dict[str, Tensor] = {}
     if isinstance(tune, LoRAConfig):
-        parameters = merged(parameters, tune.alpha / tune.rank, adapters)
+        with torch.device("meta"):
+            layers = adapted_layers(config.model.build(), tune.targets)
+        parameters = merged(parameters, tune.alpha / tune.rank, adapters, layers)
+    weights = itertools.chain(parameters, strategy.full_buffers())
     folder = run_dir / WEIGHTS_FOLDER
     if strategy.world.rank > 0 or folder.exists():
-        for _ in parameters:
+        for _ in weights:
             pass  # this rank's part of the gathering
         return
-    save_weights(folder, parameters)
+    save_weights(folder, weights)
     if isinstance(tune, LoRAConfig):
         write_adapter(
             run_dir / ADAPTER_FOLDER,

@@ -7,7 +7,7 @@ from torch import Tensor
 from fsdptoys.checkpoint import open_init_from
 from fsdptoys.config.rules.tune import open_adapter
 from fsdptoys.config.schema import Config
-from fsdptoys.models import DecoderModel
+from fsdptoys.models import DecoderModel, stored_buffers
 from fsdptoys.models.lora import init_adapter_rows, is_adapter
 from fsdptoys.models.nf4 import is_packed, pack, unpacked_columns, unquantized_name
 from fsdptoys.parallel import seeded
@@ -32,11 +32,12 @@ class InitialValues:
         assert seed is not None
         self._init_from = open_init_from(model) if config.model.init_from else None
         self._adapter = open_adapter(config.tune, model)
-        self._drawn = seeded(model.row_initializer(), seed, threads, model.zero_rows())
+        self._drawn = seeded(model.row_initializer(), seed, threads)
+        self._buffers = {buffer.name for buffer in stored_buffers(model)}
         self._drawn_adapter = seeded(init_adapter_rows, seed, threads)
 
     def fill(self, param: Tensor, name: str) -> None:
-        """Fill a parameter, or this rank's shard of it, in place.
+        """Fill a parameter, or this rank's shard of it, or a stored buffer in place.
 
         A quantized one is filled from the values of the plain one; only one plain parameter exists
         at a time.
@@ -50,5 +51,6 @@ class InitialValues:
             pack(rows, packed)
         elif is_adapter(name):
             (self._adapter.fill if self._adapter else self._drawn_adapter)(param, name)
-        else:
+        elif self._init_from is not None or name not in self._buffers:
+            # a buffer without a folder keeps the value that the model computes
             (self._init_from.fill if self._init_from else self._drawn)(param, name)

@@ -17,8 +17,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.device import Device
 from fsdptoys.exact import Float64Context, use_exact_ops
 from fsdptoys.memory import ActivationOffload, checkpoint_blocks
-from fsdptoys.models import DecoderModel, MoEConfig, use_context
-from fsdptoys.models.layers import RunnableBlock
+from fsdptoys.models import DecoderModel, MoEConfig, stored_buffers, use_context
 from fsdptoys.models.lora import Samples
 from fsdptoys.parallel import ParamInit, Strategy, World
 from fsdptoys.parallel.float8 import convert_to_float8
@@ -123,7 +122,10 @@ def parallelize(
     with explain_out_of_memory(
         device, construction_context(config, world, sum(sizes.values()))
     ):
+        strategy.stored_buffers = stored_buffers(model)
         strategy.shard(model, param_init)
+        for buffer in strategy.stored_buffers:
+            param_init(buffer.tensor, buffer.name)
     return ParallelModel(
         strategy,
         model,

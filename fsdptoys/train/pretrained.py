@@ -19,6 +19,7 @@ from fsdptoys.checkpoint import (
     CheckpointWeights,
     HuggingFaceFolder,
     RunWeights,
+    named_weights,
     read_token_ids,
     step_of,
     verify_checksums,
@@ -35,7 +36,7 @@ from fsdptoys.data.dataset_index import TOKENIZER_FILE
 from fsdptoys.data.tokenizer import CHOICE, Tokenizer, open_tokenizer
 from fsdptoys.device import DEVICE_TYPES, Device, available_device_type
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import DecoderModel, ModelConfig, whole
+from fsdptoys.models import DecoderModel, ModelConfig, stored_buffers, whole
 from fsdptoys.models.huggingface import Bounds
 from fsdptoys.parallel.init_weights import init_buffers, materialize
 
@@ -210,7 +211,9 @@ class TrainedModel:
         put_kernels(model, kernels)
         model.to(dtype).requires_grad_(False)
         materialize(model, device.torch_device, self._fill)
-        init_buffers(model, device.torch_device, torch.float32, dtype)
+        init_buffers(model, device.torch_device, torch.float32)
+        for buffer in stored_buffers(model):
+            self._fill(buffer.tensor, buffer.name)
         return model.eval()
 
     def _build(self) -> DecoderModel:
@@ -238,7 +241,7 @@ class TrainedModel:
     @torch.no_grad()
     def _whole(self, name: str) -> Tensor:
         if name not in self._cached:
-            param = torch.empty(self._build().get_parameter(name).shape)
+            param = torch.empty(dict(named_weights(self._build()))[name].shape)
             self._fill_alone(param, name)
             if self._adapter is not None:
                 self._adapter.merge(param, name)

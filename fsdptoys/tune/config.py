@@ -8,7 +8,7 @@ from typing import ClassVar
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.bounds import above, at_least, between
 from fsdptoys.utils.options import Effect, check_options, option
-from fsdptoys.utils.text import value_text
+from fsdptoys.utils.text import short_text
 
 LINEAR_LAYERS = (
     "q_proj",
@@ -20,6 +20,8 @@ LINEAR_LAYERS = (
     "down_proj",
 )
 """Names of the linear layers of blocks, over all families."""
+
+LONGEST_TARGET = 1000
 
 
 class Base(Enum):
@@ -66,7 +68,8 @@ class LoRAConfig(TuneConfig):
     dropout: float = option(0.0, between(0, 1, below=True), effect=Effect.training)
     """Share of an adapter's inputs set to zero in training; the same ones under every layout."""
     targets: list[str] = option(list(LINEAR_LAYERS), effect=Effect.training)
-    """Linear layers of the blocks that get adapters, of those that the family has."""
+    """Linear layers of the blocks that get adapters: names, or for models of transformers regular
+    expressions of full names."""
 
     base: Base = option(Base.plain, effect=Effect.training)
     """Form of the frozen weights of the blocks' linear layers."""
@@ -80,13 +83,11 @@ class LoRAConfig(TuneConfig):
                 f"tune.adapter={self.adapter!r} must name a folder; set tune.adapter=null to "
                 "start from new adapters"
             )
-        valid_targets = [target for target in self.targets if target in LINEAR_LAYERS]
         for target in self.targets:
-            if target not in valid_targets:
-                fix = f"set tune.targets={value_text(valid_targets or ['q_proj', 'v_proj'])}"
+            if not target.strip() or len(target) > LONGEST_TARGET:
                 raise ConfigError(
-                    f"tune.targets names {target}, which is none of {', '.join(LINEAR_LAYERS)}; "
-                    f"{fix}"
+                    f"tune.targets names {short_text(target)}, which is no name of a layer of at "
+                    f"most {LONGEST_TARGET} characters; set tune.targets=[q_proj,v_proj]"
                 )
         if not self.targets:
             raise ConfigError(

@@ -1,49 +1,78 @@
 """Adapters against model, strategy and formats."""
 
+import re
 from typing import cast
 
 import torch
 
-from fsdptoys.checkpoint import hugging_face_format
+from fsdptoys.checkpoint import weights_format
 from fsdptoys.checkpoint.adapter_folder import AdapterFolder
 from fsdptoys.config.sections import Sections
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
 from fsdptoys.models.layers import Linear
+from fsdptoys.models.lora import is_routed, linear_layers, match_layers
 from fsdptoys.models.nf4 import BLOCK
 from fsdptoys.tune import LoRAConfig, TuneConfig
-from fsdptoys.utils.text import short_text
+from fsdptoys.tune.config import LINEAR_LAYERS
+from fsdptoys.utils.text import short_text, value_text
 
 from .rule import Rules, Where
 
 TUNE = Rules()
 
 
-def _linear_layers(config: Sections) -> dict[str, Linear]:
-    """Return the linear layers of the blocks, by name."""
+def _build(config: Sections) -> DecoderModel:
     with torch.device("meta"):
-        layers = config.model.build().layers
-    return {
-        name: module
-        for name, module in layers.named_modules()
-        if type(module) is Linear
-    }
+        model: DecoderModel = config.model.build()
+    return model
 
 
 @TUNE.rule("tune.targets")
 def targets_are_layers(config: Sections, where: Where) -> str | None:
     """Adapters are added to linear layers of the blocks."""
     tune = cast(LoRAConfig, config.tune)
-    layer_names = {name.rpartition(".")[2] for name in _linear_layers(config)}
-    missing = [target for target in tune.targets if target not in layer_names]
+    model = _build(config)
+    layers = linear_layers(model)
+    layer_names = {name.rpartition(".")[2] for name in layers}
+    is_family = all(type(layer.module) is Linear for layer in layers.values())
+    if is_family:
+        families = [target for target in tune.targets if target in LINEAR_LAYERS]
+        for target in tune.targets:
+            if target not in families:
+                fix = f"set tune.targets={value_text(families or ['q_proj', 'v_proj'])}"
+                return (
+                    f"tune.targets names {target}, which is none of {', '.join(LINEAR_LAYERS)}; "
+                    f"{fix}"
+                )
+    for target in tune.targets:
+        try:
+            re.compile(target)
+        except re.error as error:
+            return (
+                f"tune.targets names {target}, which is neither the name of a layer nor a regular "
+                f"expression ({error}); set tune.targets=[{','.join(sorted(layer_names))}]"
+            )
+    missing = [
+        target for target in tune.targets if not match_layers(list(layers), target)
+    ]
     if not missing:
         return None
-    targets = [target for target in tune.targets if target in layer_names] or sorted(
+    target = missing[0]
+    targets = [target for target in tune.targets if target not in missing] or sorted(
         layer_names
     )
+    fix = f"set tune.targets=[{','.join(targets)}]"
+    names = [f"layers.{name}" for name, _ in model.layers.named_modules()]
+    for name in match_layers(names, target):
+        if is_routed(model, name.removeprefix("layers.")):
+            return (
+                f"tune.targets names {target}, and {name} belongs to the routed experts, which get "
+                f"no adapters; {fix}"
+            )
     return (
-        f"tune.targets names {missing[0]}, which is no linear layer of the blocks of a "
-        f"{config.model.family} model; set tune.targets=[{','.join(targets)}]"
+        f"tune.targets names {target}, which is no linear layer of the blocks of a "
+        f"{config.model.family} model; {fix}"
     )
 
 
@@ -81,11 +110,16 @@ TUNE.exclude(
 @TUNE.rule("tune.base=nf4")
 def blocks_divide_rows(config: Sections, where: Where) -> str | None:
     """NF4 has a scale for each block of a row."""
-    for name, module in _linear_layers(config).items():
-        if module.in_features % BLOCK:
+    for name, layer in linear_layers(_build(config)).items():
+        if type(layer.module) is not Linear:
+            return (
+                f"tune.base=nf4 packs the linear layers of the families of configs/model, and "
+                f"{name} is transformers' or your own; set tune.base=plain"
+            )
+        if layer.in_features % BLOCK:
             return (
                 f"tune.base=nf4 scales blocks of {BLOCK} elements, which do not divide the "
-                f"{module.in_features} columns of layers.{name}; set tune.base=plain"
+                f"{layer.in_features} columns of {name}; set tune.base=plain"
             )
     return None
 
@@ -113,7 +147,7 @@ def open_adapter(tune: TuneConfig, model: DecoderModel) -> AdapterFolder | None:
     """
     if not isinstance(tune, LoRAConfig):
         return None
-    hugging_face_format(model.config)  # of the adapter that the run writes
+    weights_format(model)  # of the adapter that the run writes
     if tune.adapter is None:
         return None
     key = "tune.adapter"
