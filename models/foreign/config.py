@@ -135,8 +135,9 @@ class TransformersConfig(ModelConfig):
             for name, zeros in find_facts(self).zero_rows.items()
             for row in zeros
         ]
+        state = "stays zero" if self.init_from is None else "stays as it is"
         padding = [
-            f"{', '.join(rows)} stays zero, as in transformers (pad_token_id in config.json)"
+            f"{', '.join(rows)} {state}, as in transformers (pad_token_id in config.json)"
         ]
         return [*self.architecture.notes, *padding[: len(rows)]]
 
