@@ -124,6 +124,11 @@ TRACED_STEPS = {
     ): 2,
     "model=llama4_debug parallel=ddp memory=checkpointing optim.state_dtype=int8": 2,
     "model=qwen3_debug parallel=fsdp2 mesh.tp_size=2 memory.chunk_loss=true": 4,
+    "model=qwen2_debug parallel=fsdp2 mesh.tp_size=2": 2,
+    (
+        "model=mistral_debug parallel=fsdp1 model.rope_scaling.kind=yarn "
+        "model.rope_scaling.factor=2"
+    ): 2,
     (
         "model=llama_debug parallel=fsdp2 mesh.pp_size=2 train.grad_accum=2 "
         "memory.gradient_checkpointing=selective"
