@@ -202,7 +202,7 @@ def check_groups(overrides: Sequence[Override]) -> None:
         else:
             fix = f"set {group}={value_text(list_defaults()[group], quote=True)}"
             registers = group in {kind.group for kind in KINDS.values()}
-            if registers and word.isidentifier():
+            if registers and isinstance(choice, str) and choice.isidentifier():
                 fix += f", or add the --import of the code that registers {word}"
         listed = (
             "a preset that fsdptoys models lists" if group == "model" else one_of(names)
