@@ -45,8 +45,10 @@ def _read_fields(kind: type) -> dict[str, str]:
         elif isinstance(statement, ast.Assign):
             (target,) = statement.targets
             # locals()["NAME"] = …, where the name is no identifier
-            is_named = isinstance(target, ast.Name)
-            name = target.id if is_named else ast.literal_eval(target.slice)
+            if isinstance(target, ast.Name):
+                name = target.id
+            elif isinstance(target, ast.Subscript):
+                name = ast.literal_eval(target.slice)
     return fields
 
 
