@@ -168,6 +168,10 @@ def _load(word: str) -> str:
         )
         module = _run(lambda: importlib.import_module(word), where, fix, missing=word)
         _record(word, word, module.__spec__)
+    package = sys.modules[word.partition(".")[0]]
+    if package.__file__ is not None:
+        file = Path(package.__file__)
+        _append(str(file.parents[hasattr(package, "__path__")]))
     return word
 
 
@@ -189,12 +193,7 @@ def _load_file(word: str) -> str:
     if not is_loaded:
         _refuse_hidden(where, stem, path)
     folder = str(path.parent)
-    is_new = folder not in sys.path
-    if is_new:
-        # Last, so that its files hide no installed module. A fork of the launcher leaves out the
-        # current directory, and its own children unpickle classes of the module.
-        sys.path.append(folder)
-        importlib.invalidate_caches()
+    is_new = _append(folder)
     if not is_loaded:
         try:
             module = _run(
@@ -206,6 +205,19 @@ def _load_file(word: str) -> str:
             raise
         _record(stem, path.name, module.__spec__)
     return str(path)
+
+
+def _append(folder: str) -> bool:
+    """Append a folder to ``sys.path`` unless it is there; return whether it was not.
+
+    The last place hides no installed module. A fork of the launcher leaves out the current
+    directory, and its own children unpickle classes of the module.
+    """
+    is_new = folder not in sys.path
+    if is_new:
+        sys.path.append(folder)
+        importlib.invalidate_caches()
+    return is_new
 
 
 def _refuse_hidden(where: str, stem: str, path: Path) -> None:
