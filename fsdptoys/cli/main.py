@@ -30,6 +30,7 @@ BROKEN_PIPE = 141
 """Exit status when the reader has closed the pipe, the same as for SIGPIPE."""
 
 IMPORT = "--import"
+MISSPELLED = ("-import", "-imports", "--imports", "--import-module")
 
 MULTIRUN = ("-m", "--multirun")
 """Hydra's own options for a sweep."""
@@ -172,7 +173,7 @@ def take_imports(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split arguments into those without ``--import``, and what follows each of these.
 
     Raises:
-        ConfigError: for one without a value.
+        ConfigError: for one without a value, or a misspelled one.
     """
     rest = []
     imports = []
@@ -180,6 +181,8 @@ def take_imports(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     while queue:
         word = queue.pop(0)
         option, equals, value = word.partition("=")
+        if option in MISSPELLED:
+            raise ConfigError(f"{option} is not an option; did you mean {IMPORT}?")
         if option != IMPORT:
             rest.append(word)
             continue

@@ -90,6 +90,8 @@ def test_import_is_an_option_of_every_command(
         assert (
             "--import has no value; write --import ./mine.py" in capsys.readouterr().err
         )
+        assert main(["train", "--imports", "copied.py"]) == 2
+        assert "did you mean --import?" in capsys.readouterr().err
         assert main(["compare", "a", "b", "--import", "absent"]) == 2
         assert "there is no module absent" in capsys.readouterr().err
         assert main(["train", *options, "optim=copied", "--cfg", "job"]) == 0
