@@ -45,13 +45,14 @@ def _values_of_files(
     """Return name → key → value of the YAML files."""
     values = OmegaConf.to_container(tree[name_list.section], resolve=False)
     assert isinstance(values, dict)
-    for name, options in values.items():
+    options_by_name = {str(name): options for name, options in values.items()}
+    for name, options in options_by_name.items():
         if not isinstance(options, dict):
             raise ConfigError(
                 f"{name_list.section}.{name}={value_text(options)} must map options to values; "
                 f"write {name_list.section}.{name}.KEY=VALUE"
             )
-    return {str(name): dict(options) for name, options in values.items()}
+    return {name: dict(options) for name, options in options_by_name.items()}
 
 
 def _check(

@@ -10,7 +10,7 @@ import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, TextIO
+from typing import IO, ClassVar
 
 from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.regular_file import open_regular, read_regular
@@ -42,7 +42,7 @@ class CSVWriter(Writer):
     def __init__(self) -> None:
         self._path = Path()
         self._columns: list[str] = []
-        self._file: TextIO | None = None
+        self._file: IO[str] | None = None
 
     def start(self, run: RunStart) -> None:
         """Open the file, with the rows up to the resumed step."""
@@ -98,7 +98,7 @@ class CSVWriter(Writer):
         write_atomically(self._path, text.getvalue())
         self._file = open_regular(self._path, "a", encoding="utf-8", newline="")
 
-    def _write(self, file: TextIO, rows: list[dict[str, str]]) -> None:
+    def _write(self, file: IO[str], rows: list[dict[str, str]]) -> None:
         writer = csv.DictWriter(file, self._columns, restval="")
         writer.writerows(rows)
 

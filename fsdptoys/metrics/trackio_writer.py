@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, ClassVar
 from fsdptoys.utils.options import Effect, option
 
 from .config import TRACKIO_FOLDER
-from .results import RunResults
 from .step import StepMetrics
 from .writer import RunStart, Writer, WriterConfig
 
@@ -97,9 +96,6 @@ class TrackioWriter(Writer):
         numbers = metrics.numbers()
         del numbers["step"]
         self._run.log(numbers, step=metrics.step)
-
-    def finish(self, results: RunResults, stop_reason: str, picture: Path) -> None:
-        """Do nothing: Trackio has no summary of a run."""
 
     def close(self) -> None:
         """Write what is waiting, and end the run."""

@@ -32,7 +32,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.bounds import check_bounds
@@ -55,10 +55,10 @@ class RunStart:
     """Step from which the run resumes; data written for later steps is obsolete."""
 
 
-class Writer(Protocol):
-    """An additional destination of a run's steps."""
+class Writer:
+    """An additional destination of a run's steps. Override the hooks that you need."""
 
-    label: str
+    label: str = "the writer"
     """Name for messages."""
 
     def start(self, run: RunStart) -> None:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -26,8 +26,6 @@ WORDS = [
 
 class ObserverConfig(CallbackConfig):
     """Records its hooks; may stop the run, or fail in a hook."""
-
-    name: ClassVar[str] = "observer"
 
     stop_at: int = 0
     fails_in: str = ""
