@@ -24,10 +24,10 @@ from fsdptoys.cli.main import main
 from fsdptoys.config import choices, compose
 from fsdptoys.config.choices import list_choices
 from fsdptoys.config.compose import compose_config
+from fsdptoys.config.named_lists import NAMED_LISTS
 from fsdptoys.config.rules import RULES
 from fsdptoys.config.schema import SCHEMAS, Config
 from fsdptoys.device.kinds import DEVICE_TYPES
-from fsdptoys.config.named_lists import NAMED_LISTS
 from fsdptoys.errors import ConfigError
 from fsdptoys.parallel import FSDP2Config
 from fsdptoys.parallel.capabilities import Capabilities
