@@ -31,7 +31,6 @@ of JSON values; that of rank 0 is saved, and every rank loads it.
 """
 
 import json
-import math
 import os
 import traceback
 from abc import ABC, abstractmethod
@@ -257,8 +256,8 @@ def _read_numbers(numbers: object, name: str) -> dict[str, float]:
     if not isinstance(numbers, Mapping):
         raise TypeError(f"it returned {type(numbers).__name__}, not a dict of numbers")
     for key, value in numbers.items():
-        is_number = isinstance(value, (int, float)) and not math.isnan(value)
-        if not (isinstance(key, str) and key.isidentifier() and is_number):
+        is_name = isinstance(key, str) and key.isidentifier()
+        if not (is_name and isinstance(value, (int, float))):
             raise TypeError(f"{key!r}: {value!r} is no name with a number")
     return {
         f"{ADDED_PREFIX}{name}.{key}": float(value) for key, value in numbers.items()
