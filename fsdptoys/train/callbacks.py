@@ -10,15 +10,16 @@
 
     class Patience(Callback):
         def __init__(self, evaluations: int) -> None:
-            self._limit = evaluations
-            self._best = math.inf
-            self._waited = 0
+            self._left = evaluations
+            self._best: float | None = None
 
         def after_evaluation(self, step: int, loss: float) -> None:
-            self._waited = 0 if loss < self._best else self._waited + 1
-            self._best = min(self._best, loss)
-            if self._waited >= self._limit:
-                self.stop(f"no better held-out loss in {self._limit} evaluations")
+            if self._best is None or loss < self._best:
+                self._best = loss
+                return
+            self._left -= 1
+            if self._left == 0:
+                self.stop("the held-out loss does not improve")
 
 ``train.callbacks=[patience]`` chooses it. A callback reads the facts of the run and the metrics of
 its steps; it has no access to model, optimizer or data, so it cannot change a step by accident. It
@@ -27,7 +28,7 @@ order, with the same losses; times and memory are the rank's own. An exception e
 callback that stops a run must not vanish silently.
 
 A callback with ``state_dict`` and ``load_state_dict`` continues after a resume. The state is a dict
-of JSON values; that of rank 0 is saved, and every rank loads it.
+of finite JSON values; that of rank 0 is saved, and every rank loads it.
 """
 
 import json
