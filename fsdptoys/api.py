@@ -85,8 +85,8 @@ def compose(
         is_path = isinstance(config, (str, os.PathLike))
         files = [config] if is_path else config or []
         settings = read_settings([os.fspath(file) for file in files], overrides)
-    with settings.named():
-        return compose_config(settings.words)
+    with settings.name_origin():
+        return compose_config(settings.overrides)
 
 
 def train(config: Config) -> TrainedRun:

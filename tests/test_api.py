@@ -92,12 +92,12 @@ def train_twice(folder: Path) -> tuple[list[float], list[float], str]:
     os.environ.pop("RANK", None)
     os.environ.pop("WORLD_SIZE", None)
     dist.destroy_process_group()
-    words = [*TINY, "parallel=single", "metrics.console=none"]
-    config = fsdptoys.compose(*words, "metrics.run_dir=here")
+    overrides = [*TINY, "parallel=single", "metrics.console=none"]
+    config = fsdptoys.compose(*overrides, "metrics.run_dir=here")
     before = config.to_dict()
     run = fsdptoys.train(config)
     assert config.to_dict() == before
-    assert main(["train", *words, "metrics.run_dir=there"]) == 0
+    assert main(["train", *overrides, "metrics.run_dir=there"]) == 0
     comparison = fsdptoys.compare("here", "there")
     assert comparison.same
     return run.losses, [step.loss for step in run.steps], str(run.result.status.value)
@@ -135,16 +135,16 @@ def test_plan_predicts_what_the_command_line_does(
     """Oracle: ``fsdptoys plan --json``."""
     import json
 
-    words = ["model=llama_debug", "data=synthetic", "plan.hardware=h100"]
-    words.append("plan.world_size=2")
-    assert main(["plan", *words, "--json"]) == 0
+    overrides = ["model=llama_debug", "data=synthetic", "plan.hardware=h100"]
+    overrides.append("plan.world_size=2")
+    assert main(["plan", *overrides, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     prediction = json.loads(
-        json.dumps(fsdptoys.plan(fsdptoys.compose(*words)).to_dict())
+        json.dumps(fsdptoys.plan(fsdptoys.compose(*overrides)).to_dict())
     )
     assert prediction == {key: printed[key] for key in prediction}
     with pytest.raises(fsdptoys.ConfigError, match="is not a profile"):
-        fsdptoys.plan(fsdptoys.compose(*words, "plan.hardware=h10"))
+        fsdptoys.plan(fsdptoys.compose(*overrides, "plan.hardware=h10"))
 
 
 def own_loop(config: Config, batches: list[Tensor], chunk_loss: bool) -> list[float]:
@@ -168,10 +168,10 @@ def own_loop(config: Config, batches: list[Tensor], chunk_loss: bool) -> list[fl
 
 def test_a_loop_of_ones_own_is_the_same_on_two_ranks_with_chunks_of_the_loss() -> None:
     """Oracle: one process with all logits."""
-    words = [*TINY, "train.seq_len=16"]
+    overrides = [*TINY, "train.seq_len=16"]
     batches = list(torch.randint(256, (3, 4, 17), generator=torch.manual_seed(3)))
-    single = compose_config([*words, "parallel=single"])
-    sharded = compose_config([*words, "parallel=fsdp2"])
+    single = compose_config([*overrides, "parallel=single"])
+    sharded = compose_config([*overrides, "parallel=fsdp2"])
     (expected,) = run_ranks(1, own_loop, single, batches, False)
     for losses in run_ranks(2, own_loop, sharded, batches, True):
         assert losses == pytest.approx(expected, rel=1e-6)

@@ -42,20 +42,20 @@ MOST_PATHS = 1000
 def complete(line: str) -> list[str]:
     """Return the words by which the last word of a line may be replaced; none for an odd line."""
     try:
-        words = _split(line)
-        command = words[1] if len(words) > 2 else ""
-        rest = take_config_dirs(command, words[2:-1]) if command else []
-        candidates = _candidates(command, rest, words[-1], words[-2])
+        argv = _split(line)
+        command = argv[1] if len(argv) > 2 else ""
+        rest = take_config_dirs(command, argv[2:-1]) if command else []
+        candidates = _candidates(command, rest, argv[-1], argv[-2])
     except (ConfigError, OSError, ValueError, IndexError):
         return []
-    word = words[-1]
+    word = argv[-1]
     return sorted({name for name in candidates if name.startswith(word)})
 
 
 def _split(line: str) -> list[str]:
     """Split a line like a shell; the last word may be empty."""
-    words = shlex.split(line)
-    return [*words, ""] if line[-1:].isspace() else words
+    argv = shlex.split(line)
+    return [*argv, ""] if line[-1:].isspace() else argv
 
 
 def _candidates(
@@ -135,8 +135,8 @@ def _settings(rest: Sequence[str], word: str) -> Iterable[str]:
     key, equals, value = word.partition("=")
     choices = list_choices()
     if equals:
-        typed, comma, _ = value.rpartition(",")  # values of a sweep
-        prefix = f"{key}={typed}{comma}"
+        earlier, comma, _ = value.rpartition(",")  # values of a sweep
+        prefix = f"{key}={earlier}{comma}"
         return (f"{prefix}{name}" for name in _values(key, value, choices))
     chosen = dict(item.partition("=")[::2] for item in rest)
     keys = [name for name, owners, _ in _table() if _has(name, owners, chosen)]
@@ -189,12 +189,12 @@ def _runs(word: str) -> list[str]:
     """Return the folders of runs and sweeps here, or those below a typed folder."""
     if "/" in word:
         return _paths(word)
-    found = [
+    folders = [
         f"{folder}/{entry}"
         for folder in FOLDERS_OF_RUNS
         for entry in _entries(Path(folder))
     ]
-    return [*found, *_paths(word)]
+    return [*folders, *_paths(word)]
 
 
 def _paths(word: str, takes: Callable[[Path], bool] = lambda path: True) -> list[str]:

@@ -49,8 +49,10 @@ def _show(argv: Sequence[str]) -> int:
     options = parse("config show", argv)
     settings = read_settings(options.config, options.arguments)
     settings.tell()
-    with settings.named():
-        run = resolve_run(settings.words, os.environ, choose_largest, choose_switches)
+    with settings.name_origin():
+        run = resolve_run(
+            settings.overrides, os.environ, choose_largest, choose_switches
+        )
         config = run.composition.config
         sources = find_sources(settings, run.overrides, config)
     rows: list[tuple[str, str]] = []
@@ -83,16 +85,16 @@ def _add_rows(
 
 def _copy(argv: Sequence[str]) -> int:
     options = parse("config cp", argv)
-    words = options.arguments
-    if len(words) == 1:
-        words = [*words, f"my_{words[0].rpartition('/')[2]}"]
-    check_count("config cp", words, 2, "a file and maybe a name", "GROUP/NAME [TO]")
-    group, _, name = words[0].removesuffix(".yaml").partition("/")
+    arguments = options.arguments
+    if len(arguments) == 1:
+        arguments = [*arguments, f"my_{arguments[0].rpartition('/')[2]}"]
+    check_count("config cp", arguments, 2, "a file and maybe a name", "GROUP/NAME [TO]")
+    group, _, name = arguments[0].removesuffix(".yaml").partition("/")
     choices = list_choices()
     folders = [*choices, *OTHER_FILES]
     if group not in folders:
         fix = suggestion(group, folders, f"write one of {', '.join(folders)}/NAME")
-        raise ConfigError(f"{words[0]} names no group; {fix}")
+        raise ConfigError(f"{arguments[0]} names no group; {fix}")
     names = choices.get(group) or [
         path.stem for path in sorted((CONFIGS / group).glob("*.yaml"))
     ]
@@ -100,11 +102,11 @@ def _copy(argv: Sequence[str]) -> int:
         fix = suggestion(
             name, names, f"write {group}/{names[0]}, for example", f"{group}/"
         )
-        raise ConfigError(f"{words[0]} does not exist; {fix}")
-    new = words[1].removesuffix(".yaml")
+        raise ConfigError(f"{arguments[0]} does not exist; {fix}")
+    new = arguments[1].removesuffix(".yaml")
     if not re.fullmatch(r"\w[\w.-]*", new) or new in names or new.startswith("base_"):
         raise ConfigError(
-            f"{words[1]} cannot be the name of a new file of {group}; write a name of letters, "
+            f"{arguments[1]} cannot be the name of a new file of {group}; write a name of letters, "
             f"digits and underscores that no other has, such as my_{name}"
         )
     text = find_file(group, name).read_text(encoding="utf-8")
@@ -120,16 +122,18 @@ def _copy(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"{path} cannot be written ({error.strerror or error}); change into a folder that can"
         ) from error
-    taken = {"hardware": f"plan plan.hardware={path}", "sweep": f"sweep {path}"}
-    print(f"{path}: edit it, then fsdptoys {taken.get(group, f'train {group}={new}')}")
+    usages = {"hardware": f"plan plan.hardware={path}", "sweep": f"sweep {path}"}
+    print(f"{path}: edit it, then fsdptoys {usages.get(group, f'train {group}={new}')}")
     return 0
 
 
 def _diff(argv: Sequence[str]) -> int:
     options = parse("config diff", argv)
-    words = options.arguments
-    check_count("config diff", words, 2, "two files, runs or lists of settings", "A B")
-    first, second = map(_compose, words)
+    arguments = options.arguments
+    check_count(
+        "config diff", arguments, 2, "two files, runs or lists of settings", "A B"
+    )
+    first, second = map(_compose, arguments)
     rows = [
         (key, _value_text(value), _value_text(other))
         for key, value, other in differences(first, second)
@@ -137,7 +141,7 @@ def _diff(argv: Sequence[str]) -> int:
     if not rows:
         print("no setting differs")
         return 0
-    print(*align_columns([("key", *words), *rows], right=()), sep="\n")
+    print(*align_columns([("key", *arguments), *rows], right=()), sep="\n")
     return 1
 
 
@@ -152,10 +156,10 @@ def _compose(source: str) -> Config:
     is_list = "=" in source and not Path(source).exists()
     overrides = shlex.split(source) if is_list else []
     settings = read_settings([] if is_list else [source], overrides)
-    with settings.named():
-        config = compose_config(settings.words)
+    with settings.name_origin():
+        config = compose_config(settings.overrides)
     try:
-        return resolve_run(settings.words, os.environ).composition.config
+        return resolve_run(settings.overrides, os.environ).composition.config
     except ConfigError:
         return config
 

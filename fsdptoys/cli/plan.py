@@ -144,8 +144,8 @@ def _run(argv: Sequence[str]) -> int:
     settings = read_settings(options.config, options.arguments)
     settings = settings.without("plan.predict", "plan.rows")
     settings.tell()
-    with settings.named():
-        return _predict(settings.words, options.json)
+    with settings.name_origin():
+        return _predict(settings.overrides, options.json)
 
 
 def _predict(overrides: list[str], as_json: bool) -> int:
@@ -192,13 +192,13 @@ def _search(argv: Sequence[str]) -> int:
     settings = read_settings(options.config, options.arguments)
     settings = settings.without("plan.predict")
     settings.tell()
-    with settings.named():
+    with settings.name_origin():
         return _search_settings(settings, options.json, options.png)
 
 
 def _search_settings(settings: Settings, as_json: bool, png: str | None) -> int:
-    _refuse(settings.words, "plan.predict")
-    overrides = settings.words
+    _refuse(settings.overrides, "plan.predict")
+    overrides = settings.overrides
     if names_training(overrides):
         overrides = without_equal(settings)
         if not names_training(overrides):

@@ -41,7 +41,7 @@ def sweep_command(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
         )
     arguments, settings = _read(argv)
     settings.tell()
-    with settings.named():
+    with settings.name_origin():
         return run_sweep(arguments, make_tables, train)
 
 
@@ -72,12 +72,14 @@ def _read(argv: Sequence[str]) -> tuple[SweepArguments, Settings]:
         raise ConfigError(
             "--retry repeats failed jobs, which a new sweep does not have; add --resume"
         )
-    words = options.arguments
-    has_name = bool(words) and "=" not in words[0] and not words[0].startswith("-")
-    settings = read_settings(options.config, words[has_name:])
+    arguments = options.arguments
+    has_name = (
+        bool(arguments) and "=" not in arguments[0] and not arguments[0].startswith("-")
+    )
+    settings = read_settings(options.config, arguments[has_name:])
     settings = settings.without_defaults(*SET_BY_SWEEP)
-    split = split_arguments([*words[:has_name], *settings.words])
-    arguments = dataclasses.replace(
+    split = split_arguments([*arguments[:has_name], *settings.overrides])
+    sweep_arguments = dataclasses.replace(
         split,
         command=shlex.join(["fsdptoys", "sweep", *argv]),
         resume=resume,
@@ -87,7 +89,7 @@ def _read(argv: Sequence[str]) -> tuple[SweepArguments, Settings]:
         dry_run=options.dry_run,
         retry=options.retry,
     )
-    return arguments, settings
+    return sweep_arguments, settings
 
 
 def _join_resume(argv: Sequence[str]) -> list[str]:

@@ -34,8 +34,8 @@ def train_command(argv: list[str]) -> int:
     settings = read_settings(options.config, options.arguments)
     settings.tell()
     try:
-        with settings.named():
-            return _train(settings.words, options.cfg)
+        with settings.name_origin():
+            return _train(settings.overrides, options.cfg)
     except SeveralValuesError as error:
         argv = [
             error.corrected if word == error.word else word

@@ -51,8 +51,8 @@ def own_folders() -> list[Path]:
 
     The folder ``configs`` of a checkout of this project holds no own files.
     """
-    named = os.environ.get(CONFIG_DIRS, "").split(os.pathsep)
-    folders = [Path(name) for name in named if name]
+    names = os.environ.get(CONFIG_DIRS, "").split(os.pathsep)
+    folders = [Path(name) for name in names if name]
     if not (OWN_CONFIGS / "config.yaml").is_file():
         folders.append(OWN_CONFIGS)
     unique: dict[Path, Path] = {}

@@ -54,7 +54,7 @@ class GroupFile:
         return {"defaults": list(self.defaults), **self.tree}
 
 
-def find_own_files(words: Sequence[str]) -> list[GroupFile]:
+def find_own_files(overrides: Sequence[str]) -> list[GroupFile]:
     """Return the own files that ``GROUP=CHOICE`` overrides name, and those that their defaults
     name.
 
@@ -64,7 +64,7 @@ def find_own_files(words: Sequence[str]) -> list[GroupFile]:
     if next(own_files(), None) is None:
         return []
     queue = []
-    for word in words:
+    for word in overrides:
         key, _, choice = word.lstrip("+").partition("=")
         queue.append((key.partition("@")[0], choice.strip("'\"")))
     files: dict[tuple[str, str], GroupFile] = {}
@@ -107,7 +107,7 @@ def read_group_file(group: str, path: Path) -> GroupFile:
 def _check_default(file: YAMLFile, group: str, entry: Any) -> None:
     """Check an entry of the defaults of a file."""
     choices = list_choices()
-    place = file.place("defaults")
+    origin = file.origin("defaults")
     if entry == SELF:
         return
     if isinstance(entry, dict) and group == EXPERIMENT and len(entry) == 1:
@@ -121,7 +121,7 @@ def _check_default(file: YAMLFile, group: str, entry: Any) -> None:
                     f"see fsdptoys train --help for {other}=",
                 )
                 raise ConfigError(
-                    f"{place}: {other}={value_text(choice, quote=True)} does not exist; {fix}"
+                    f"{origin}: {other}={value_text(choice, quote=True)} does not exist; {fix}"
                 )
             return
     if isinstance(entry, str):
@@ -133,10 +133,10 @@ def _check_default(file: YAMLFile, group: str, entry: Any) -> None:
             return
         fix = suggestion(entry, names, f"begin with one of {', '.join(names)}")
         raise ConfigError(
-            f"{place}: {one_line(entry)} is neither a schema nor a file of {group}; {fix}"
+            f"{origin}: {one_line(entry)} is neither a schema nor a file of {group}; {fix}"
         )
     raise ConfigError(
-        f"{place}: {one_line(entry)} is no entry of defaults; write the name of a file of "
+        f"{origin}: {one_line(entry)} is no entry of defaults; write the name of a file of "
         f"{group}, {SELF}, or in an experiment '{OVERRIDE}GROUP: NAME'"
     )
 
@@ -155,4 +155,4 @@ def _check_options(file: YAMLFile, group: str, name: str, tree: dict[str, Any]) 
         try:
             check_values(parse_overrides([setting.word], list_choices()), chosen)
         except ConfigError as error:
-            raise ConfigError(f"{setting.place}: {error}") from error
+            raise ConfigError(f"{setting.origin}: {error}") from error

@@ -45,14 +45,14 @@ class Settings:
     """Sentences on sections that a later choice has replaced."""
 
     @property
-    def words(self) -> list[str]:
+    def overrides(self) -> list[str]:
         """The overrides."""
         return [setting.word for setting in self.settings]
 
     @property
-    def places(self) -> dict[str, str]:
+    def origins(self) -> dict[str, str]:
         """Map each key to the file and line that set it last; "" for the command line."""
-        return {setting.key: setting.place for setting in self.settings}
+        return {setting.key: setting.origin for setting in self.settings}
 
     def without(self, *keys: str) -> "Settings":
         """Return the settings without those of files for some keys, which a command does not
@@ -60,7 +60,7 @@ class Settings:
         settings = [
             setting
             for setting in self.settings
-            if not setting.place or setting.key not in keys
+            if not setting.origin or setting.key not in keys
         ]
         return Settings(settings, self.replaced)
 
@@ -71,7 +71,7 @@ class Settings:
         settings = [
             setting
             for setting in self.settings
-            if not setting.place
+            if not setting.origin
             or setting.key not in keys
             or setting.word != f"{setting.key}={_default_text(options[setting.key])}"
         ]
@@ -84,16 +84,16 @@ class Settings:
                 print_status(sentence)
 
     @contextlib.contextmanager
-    def named(self) -> Iterator[None]:
+    def name_origin(self) -> Iterator[None]:
         """Put file and line before a mistake in a setting of a file."""
         try:
             yield
         except ConfigError as error:
             match = re.search(r"(?:^|: )'?([A-Za-z_][\w./]*)=", str(error))
-            place = self.places.get(match[1], "") if match is not None else ""
-            if not place:
+            origin = self.origins.get(match[1], "") if match is not None else ""
+            if not origin:
                 raise
-            raise ConfigError(f"{place}: {error}") from error
+            raise ConfigError(f"{origin}: {error}") from error
 
 
 def read_settings(files: Sequence[str], overrides: Sequence[str]) -> Settings:
@@ -130,12 +130,13 @@ def _merge(files: Sequence[list[Setting]], overrides: Sequence[str]) -> Settings
             if setting.key.startswith(sections) and setting.key not in keys
         ]
         for prefix in sections:
-            words = [item.word for item in lost if item.key.startswith(prefix)]
-            if words:
-                more = counted(len(words) - 1, "more setting") if words[1:] else ""
+            lost_overrides = [item.word for item in lost if item.key.startswith(prefix)]
+            if lost_overrides:
+                more = len(lost_overrides) - 1
+                others = f" and {counted(more, 'more setting')}" if more else ""
                 replaced.append(
-                    f"{keys[prefix[:-1]]} replaces {words[0]}{' and ' * bool(more)}{more} of "
-                    "the files before it"
+                    f"{keys[prefix[:-1]]} replaces {lost_overrides[0]}{others} of the files before "
+                    "it"
                 )
         merged = [
             setting
@@ -211,7 +212,7 @@ def _newer_options(file: YAMLFile, settings: Sequence[Setting]) -> list[Setting]
     keys = {setting.key for setting in settings} | {"model.name"}
     options = list_options(SCHEMAS["model"][schema_name("model", preset)], "model")
     return [
-        Setting(f"{key}={override_text(key, option.default)}", file.place("model"))
+        Setting(f"{key}={override_text(key, option.default)}", file.origin("model"))
         for key, option in options.items()
         if key not in keys
     ]

@@ -14,7 +14,7 @@ from .settings import Settings
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 ABSENT = object()
-"""In place of the value of a key that a configuration does not have."""
+"""In origin of the value of a key that a configuration does not have."""
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -43,21 +43,23 @@ def find_sources(
     defaults = flatten(composition.config.defaults())
     by_file = _values_of_files(composition)
     added = {
-        word.partition("=")[0]: word for word in overrides if word not in settings.words
+        word.partition("=")[0]: word
+        for word in overrides
+        if word not in settings.overrides
     }
-    places = {key: place or COMMAND_LINE for key, place in settings.places.items()}
+    origins = {key: origin or COMMAND_LINE for key, origin in settings.origins.items()}
     groups = list_choices()
     sources = {}
     for key, value in flatten(config.to_dict()).items():
         section = key.partition(".")[0]
         is_choice = key in (f"{section}.name", f"{section}.family")
-        if key in places:
-            sources[key] = places[key]
+        if key in origins:
+            sources[key] = origins[key]
         elif is_choice and section in groups:
             choice = composition.choices[section]
             by_default = choice == list_defaults()[section]
             chosen = DEFAULT if by_default else f"{section}={choice}"
-            sources[key] = places.get(section, chosen)
+            sources[key] = origins.get(section, chosen)
         elif key in added:
             sources[key] = "chosen for this machine"
         elif value != composed.get(key):
@@ -111,19 +113,19 @@ def without_equal(settings: Settings) -> list[str]:
     few = [
         setting.word
         for setting in settings.settings
-        if not setting.place or setting.key in groups
+        if not setting.origin or setting.key in groups
     ]
     if len(few) == len(settings.settings):
-        return settings.words
-    full = flatten(compose_config(settings.words).to_dict())
+        return settings.overrides
+    full = flatten(compose_config(settings.overrides).to_dict())
     try:
         base = flatten(compose_config(few).to_dict())
     except ConfigError:  # such as a value that another one of the files allows
-        return settings.words
+        return settings.overrides
     changed = [
         setting.word
         for setting in settings.settings
-        if setting.place
+        if setting.origin
         and setting.key not in groups
         and full.get(setting.key) != base.get(setting.key)
     ]

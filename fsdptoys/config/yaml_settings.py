@@ -36,7 +36,7 @@ class Setting:
     """An override, and its origin."""
 
     word: str
-    place: str
+    origin: str
     """File and line, for messages; "" for the command line."""
 
     @property
@@ -87,7 +87,7 @@ class YAMLFile:
         file._check(file.tree, ())
         return file
 
-    def place(self, *path: str) -> str:
+    def origin(self, *path: str) -> str:
         """Return file and line of a key, for the beginning of a message."""
         line = self.lines.get(path)
         return self.path if line is None else f"{self.path}, line {line}"
@@ -99,21 +99,21 @@ class YAMLFile:
                 self._check(item, path)
         elif isinstance(tree, str) and "${" in tree:
             raise ConfigError(
-                f"{self.place(*path)}: {'.'.join(path)} refers to another value "
+                f"{self.origin(*path)}: {'.'.join(path)} refers to another value "
                 f"({one_line(tree)}), which only the command line may; write the value itself"
             )
         for key, value in tree.items() if isinstance(tree, dict) else ():
             if not isinstance(key, str):
                 raise ConfigError(
-                    f"{self.place(*path)} has the key {one_line(key)}, which is not text; write "
+                    f"{self.origin(*path)} has the key {one_line(key)}, which is not text; write "
                     "the name of a setting"
                 )
             name = ".".join([*path, key])
             if any(map(CODE.fullmatch, re.split(r"[./@]", key))):
                 raise ConfigError(
-                    f"{self.place(*path, key)}: {one_line(name)} names code or a program's "
-                    "settings, which no file may; leave it out, and name own code on the command "
-                    "line"
+                    f"{self.origin(*path, key)}: {one_line(name)} names code to run, which no file "
+                    "may; leave it out, and name own code on the command line, as --import "
+                    "./mine.py"
                 )
             self._check(value, (*path, key))
 
@@ -132,11 +132,11 @@ class YAMLFile:
                 f"{self.path} has more than {MOST_SETTINGS} settings; keep those of one run"
             )
         for name, value in tree.items():
-            place = self.place(*path, name)
+            origin = self.origin(*path, name)
             key = f"{prefix}{name}"
             if not re.fullmatch(r"[A-Za-z]\w*(\.[A-Za-z_]\w*)*", key, re.ASCII):
                 raise ConfigError(
-                    f"{place}: {one_line(name)} is no setting's name; write it as fsdptoys train "
+                    f"{origin}: {one_line(name)} is no setting's name; write it as fsdptoys train "
                     "--help does"
                 )
             if isinstance(value, dict):
@@ -146,10 +146,10 @@ class YAMLFile:
                 isinstance(item, (dict, list)) for item in value
             ):
                 raise ConfigError(
-                    f"{place}: {key} holds a list of mappings or of lists, and a setting takes a "
+                    f"{origin}: {key} holds a list of mappings or of lists, and a setting takes a "
                     "list of values; write [a, b]"
                 )
-            yield Setting(f"{key}={override_text(key, value)}", place)
+            yield Setting(f"{key}={override_text(key, value)}", origin)
 
 
 def override_text(key: str, value: Any) -> str:
@@ -186,15 +186,15 @@ def read_sections(file: YAMLFile) -> list[Setting]:
     choices = list_choices()
     settings: list[Setting] = []
     for section, value in file.tree.items():
-        place = file.place(section)
+        origin = file.origin(section)
         if section == "defaults":
             raise ConfigError(
-                f"{place}: defaults belongs to the files of a group, and a file of settings "
+                f"{origin}: defaults belongs to the files of a group, and a file of settings "
                 "chooses by name; write a line such as model: llama_debug"
             )
         if section in choices and not isinstance(value, dict):
             settings.append(
-                Setting(f"{section}={override_text(section, value)}", place)
+                Setting(f"{section}={override_text(section, value)}", origin)
             )
         elif isinstance(value, dict):
             keys = dict(value)
@@ -220,23 +220,24 @@ def _take_choice(
 
     name = keys.pop("name", None)
     family = keys.pop("family", None) if section == "model" else None
-    place = file.place(section, "name" if name is not None else "family")
+    origin = file.origin(section, "name" if name is not None else "family")
     if family is None:
         return (
             None
             if name is None
-            else Setting(f"{section}={override_text(section, name)}", place)
+            else Setting(f"{section}={override_text(section, name)}", origin)
         )
     families = list(SCHEMAS["model"])
     if family not in families:
         near = near_miss(str(family), families)
         fix = f"did you mean {near}?" if near else "write the name of a preset instead"
         raise ConfigError(
-            f"{file.place(section, 'family')}: model.family={value_text(family, quote=True)} must "
+            f"{file.origin(section, 'family')}: model.family={value_text(family, quote=True)} must "
             f"be one of {', '.join(families)}; {fix}"
         )
     if name in names and schema_name("model", name) == family:
-        return Setting(f"model={name}", place)
+        return Setting(f"model={name}", origin)
     if name is not None:
         keys["name"] = name
-    return Setting(f"model={BASE}{family}", place)
+    own = family in registered("model")
+    return Setting(f"model={family if own else f'{BASE}{family}'}", origin)

@@ -73,7 +73,7 @@ class OptimizerOffload(BucketedOptimizer):
             offload_state_dtype=names[state_dtype],
         )
         units = [(model, params)]
-        built = offload_optimizer(
+        bucketed = offload_optimizer(
             optimizer,
             units,
             memory,
@@ -83,4 +83,6 @@ class OptimizerOffload(BucketedOptimizer):
             seed=seed,
             rank=rank,
         )
-        super().__init__(optimizer, units, built.buckets, built.executor, model=model)
+        super().__init__(
+            optimizer, units, bucketed.buckets, bucketed.executor, model=model
+        )

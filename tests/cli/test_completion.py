@@ -92,19 +92,19 @@ def test_lines_are_completed(line: str, folder: Path) -> None:
 def test_every_command_group_and_key_is_a_candidate(folder: Path) -> None:
     """Oracle: the commands, the choices of the groups, and the keys of all schemas."""
     assert set(command_names()) <= set(complete("fsdptoys "))
-    words = complete("fsdptoys train ")
+    first = complete("fsdptoys train ")
     choices = list_choices()
-    assert {f"{group}=" for group in choices} <= set(words)
+    assert {f"{group}=" for group in choices} <= set(first)
     for group, names in choices.items():
         candidates = complete(f"fsdptoys train {group}=")
         assert {f"{group}={name}" for name in names} <= set(candidates)
-    found = {
+    keys = {
         word.removesuffix("=")
-        for section in words
+        for section in first
         if section.endswith(".")
         for word in complete(f"fsdptoys train {section}")
     }
-    assert found == {key for key in all_options(())[0] if "." in key}
+    assert keys == {key for key in all_options(())[0] if "." in key}
 
 
 BASH = """

@@ -32,10 +32,10 @@ def test_show_prints_the_configuration_and_the_source_of_each_value(
     """Oracle: ``train --cfg job``, and the sources by hand."""
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text("model: llama_debug\ntrain:\n  steps: 3\n")
-    words = ["--config", "mine.yaml", "memory=lean", "train.seq_len=64"]
-    words += ["launch.device=cpu"]
-    text = printed("config", "show", *words, capsys=capsys)
-    config = printed("train", *words, "--cfg", "job", capsys=capsys)
+    overrides = ["--config", "mine.yaml", "memory=lean", "train.seq_len=64"]
+    overrides += ["launch.device=cpu"]
+    text = printed("config", "show", *overrides, capsys=capsys)
+    config = printed("train", *overrides, "--cfg", "job", capsys=capsys)
     assert yaml.safe_load(text) == yaml.safe_load(config)
     lines = dict(
         line.strip().split("  # ") for line in text.splitlines() if "#" in line

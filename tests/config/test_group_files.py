@@ -62,8 +62,8 @@ def test_own_files_are_choices_like_built_in_ones(folder: Path) -> None:
     assert {"mine", "deeper", "llama_debug"} <= set(list_choices()["model"])
     assert "bare" not in list_choices()["model"] and "notes" not in list_choices()
     assert schema_name("model", "deeper") == "llama"
-    typed = ["model=llama_debug", "model.dim=128", "model.n_layers=3"]
-    expected = compose_config([*typed, "model.name=deeper"]).to_dict()
+    overrides = ["model=llama_debug", "model.dim=128", "model.n_layers=3"]
+    expected = compose_config([*overrides, "model.name=deeper"]).to_dict()
     composition = compose(["model=deeper"])
     assert composition.config.to_dict() == expected
     assert composition.choices["model"] == "deeper"
@@ -145,9 +145,9 @@ def test_mistakes_in_own_files_name_file_line_and_fix(
     entry: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the sentences above; a run that does not choose the file is not concerned."""
-    place, text = entry.split(": ", 1)
-    group, name = place.split("/")
-    path = folder / "configs" / f"{place}.yaml"
+    name_of_file, text = entry.split(": ", 1)
+    group, name = name_of_file.split("/")
+    path = folder / "configs" / f"{name_of_file}.yaml"
     path.write_text(text)
     assert main(["train", f"{group}={name}", "--cfg", "job"]) == 2
     assert capsys.readouterr().err == f"fsdptoys: {MISTAKES[entry]}\n"

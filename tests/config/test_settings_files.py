@@ -56,11 +56,11 @@ FILES = {
 """Text of a file → settings that are typed without a file."""
 
 
-def words_of(folder: Path, text: str, *typed: str) -> list[str]:
+def overrides_of(folder: Path, text: str, *later: str) -> list[str]:
     """Return the overrides of a file with a text, and of typed ones."""
     file = folder / "mine.yaml"
     file.write_text(text)
-    return read_settings([str(file)], typed).words
+    return read_settings([str(file)], later).overrides
 
 
 @pytest.mark.parametrize("text", FILES)
@@ -68,8 +68,8 @@ def test_a_file_means_its_settings_on_the_command_line(
     text: str, tmp_path: Path
 ) -> None:
     """Oracle: the composition of the typed line."""
-    typed = compose_config(shlex.split(FILES[text], posix=False))
-    assert compose_config(words_of(tmp_path, text)).to_dict() == typed.to_dict()
+    expected = compose_config(shlex.split(FILES[text], posix=False))
+    assert compose_config(overrides_of(tmp_path, text)).to_dict() == expected.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_file_means_its_settings_on_the_command_line(
 def test_texts_of_a_file_arrive_unchanged(path: str, tmp_path: Path) -> None:
     """Oracle: the text itself; Hydra's grammar gives meaning to these characters."""
     tree = {"metrics": {"run_dir": path}}
-    (word,) = words_of(tmp_path, yaml.safe_dump(tree, allow_unicode=True))
+    (word,) = overrides_of(tmp_path, yaml.safe_dump(tree, allow_unicode=True))
     assert OverridesParser.create().parse_override(word).value() == path
 
 
@@ -88,8 +88,8 @@ def test_a_printed_configuration_is_a_file_of_settings(
 ) -> None:
     """Oracle: the composition that was printed, for every choice of every group."""
     tree = compose_config([choice]).to_dict()
-    words = words_of(tmp_path, yaml.safe_dump(tree, sort_keys=False))
-    assert compose_config(words).to_dict() == tree
+    overrides = overrides_of(tmp_path, yaml.safe_dump(tree, sort_keys=False))
+    assert compose_config(overrides).to_dict() == tree
 
 
 def test_later_files_and_the_command_line_win(tmp_path: Path) -> None:
@@ -101,15 +101,15 @@ def test_later_files_and_the_command_line_win(tmp_path: Path) -> None:
     (tmp_path / "b.yaml").write_text("model: gpt2_debug\ntrain: {steps: 6}\n")
     files = [str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml")]
     settings = read_settings(files, ["train.batch_size=3", "parallel=fsdp2"])
-    assert settings.words == [
+    assert settings.overrides == [
         *("model=gpt2_debug", "train.steps=6", "train.batch_size=3", "parallel=fsdp2")
     ]
     assert settings.replaced == [
         "model=gpt2_debug replaces model.dim=128 of the files before it",
         "parallel=fsdp2 replaces parallel.bucket_cap_mb=3 of the files before it",
     ]
-    assert settings.places["train.steps"] == f"{files[1]}, line 2"
-    assert settings.places["train.batch_size"] == ""
+    assert settings.origins["train.steps"] == f"{files[1]}, line 2"
+    assert settings.origins["train.batch_size"] == ""
 
 
 MISTAKES = {
@@ -213,7 +213,7 @@ HOSTILE = {
 def test_files_from_elsewhere_run_nothing(text: str, tmp_path: Path) -> None:
     """Oracle: one sentence on one line, before anything is composed."""
     with pytest.raises(ConfigError) as caught:
-        words_of(tmp_path, text)
+        overrides_of(tmp_path, text)
     assert HOSTILE[text] in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -244,8 +244,8 @@ def test_the_folder_of_a_run_means_its_settings(tmp_path: Path) -> None:
     tree["checkpoint"]["folder"] = "elsewhere"
     file.write_text(yaml.safe_dump(tree))
     for source in (folder, file):
-        words = read_settings([str(source)], ["train.seed=7"]).words
-        config = compose_config(words)
+        overrides = read_settings([str(source)], ["train.seed=7"]).overrides
+        config = compose_config(overrides)
         config.validate(1, "cpu")
         again = flatten(config.to_dict())
         differs = {key for key in again if again[key] != before.get(key)}
@@ -261,9 +261,9 @@ def test_the_folder_of_a_run_means_its_settings(tmp_path: Path) -> None:
 def test_a_recorded_model_without_its_preset_keeps_its_values(tmp_path: Path) -> None:
     """Oracle: the recorded values; the preset, an own file, is not here."""
     config = compose_config(["model=llama_debug", "model.name=lost", "model.dim=96"])
-    words = words_of(tmp_path, yaml.safe_dump(config.to_dict()))
-    assert "model=base_llama" in words
-    assert compose_config(words).to_dict() == config.to_dict()
+    overrides = overrides_of(tmp_path, yaml.safe_dump(config.to_dict()))
+    assert "model=base_llama" in overrides
+    assert compose_config(overrides).to_dict() == config.to_dict()
     for family in SCHEMAS["model"]:
         assert schema_name("model", f"base_{family}") == family
 
