@@ -17,6 +17,7 @@ from fsdptoys.utils.option_docs import read_docs
 from fsdptoys.utils.options import default_of
 
 from .choices import BASE, list_choices, schema_name
+from .named_lists import NAMED_LISTS
 from .option_values import SWITCHED_CHOICES, Option
 from .schema import ROOT_OPTIONS, SCHEMAS, Config
 from .sections import Sections
@@ -82,11 +83,22 @@ def _root_properties() -> Schema:
             properties[section] = {"anyOf": [names, reference]}
         elif dataclasses.is_dataclass(kind):
             properties[section] = {"anyOf": [reference, {"type": "null"}]}
-        else:
+        elif section in ROOT_OPTIONS:
             properties[section] = _with_docs(
                 _value_schema(section, ROOT_OPTIONS[section], Bounds()),
                 docs.get(section, ""),
             )
+    for named_list in NAMED_LISTS:
+        section = named_list.section
+        properties[section] = {
+            "description": docs.get(section, ""),
+            "type": "object",
+            "properties": {
+                name: _object_schema(kind, f"{section}.{name}")
+                for name, kind in named_list.classes.items()
+            },
+            "additionalProperties": False,
+        }
     properties[EXPERIMENT] = {
         "description": "Settings of several groups at once.",
         "enum": [*choices[EXPERIMENT], None],

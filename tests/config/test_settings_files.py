@@ -258,6 +258,15 @@ def test_the_folder_of_a_run_means_its_settings(tmp_path: Path) -> None:
         assert config.checkpoint.every == 1
 
 
+def test_a_file_with_records_of_own_code_asks_for_its_import(tmp_path: Path) -> None:
+    """Oracle: the option that loads the recorded file; the record itself loads nothing."""
+    (tmp_path / "mine.py").write_text("raise SystemExit(3)")
+    record = {"name": "mine.py", "sha256": "0" * 64}
+    text = yaml.safe_dump({"imports": [record], "optim": {"name": "mine"}})
+    with pytest.raises(ConfigError, match=r"own code.*; add --import \./mine\.py$"):
+        overrides_of(tmp_path, text)
+
+
 def test_a_recorded_model_without_its_preset_keeps_its_values(tmp_path: Path) -> None:
     """Oracle: the recorded values; the preset, an own file, is not here."""
     config = compose_config(["model=llama_debug", "model.name=lost", "model.dim=96"])
