@@ -23,7 +23,7 @@ from fsdptoys.config.compose import compose_config
 from fsdptoys.config.json_schema import dataclass_schema, file_schema, group_schema
 from fsdptoys.config.schema import Config
 from fsdptoys.config.settings import read_settings
-from fsdptoys.config.sources import ABSENT, differences, find_sources
+from fsdptoys.config.sources import ABSENT, DEFAULT, differences, find_sources
 from fsdptoys.device.profile import Hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.launch import resolve_run
@@ -72,7 +72,7 @@ def _add_rows(
 ) -> None:
     """Add a line of YAML and its source for each value of nested mappings."""
     for name, value in tree.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             rows.append((f"{indent}{name}:", ""))
             _add_rows(rows, value, sources, f"{prefix}{name}.", f"{indent}  ")
             continue
@@ -80,7 +80,9 @@ def _add_rows(
             value, default_flow_style=True, width=math.inf, allow_unicode=True
         )
         text = text.removesuffix("...\n").strip()
-        rows.append((f"{indent}{name}: {text}", sources[f"{prefix}{name}"]))
+        rows.append(
+            (f"{indent}{name}: {text}", sources.get(f"{prefix}{name}", DEFAULT))
+        )
 
 
 def _copy(argv: Sequence[str]) -> int:

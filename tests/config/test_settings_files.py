@@ -312,5 +312,6 @@ def test_a_search_varies_what_a_file_only_repeats(tmp_path: Path) -> None:
     keys = {word.partition("=")[0] for word in without_equal(settings)}
     assert keys == {
         *("model", "parallel", "data", "optim", "tune", "train.seq_len", "train.steps"),
+        "loss",
         *("memory.gradient_checkpointing", "memory.chunk_loss"),
     }
