@@ -56,6 +56,17 @@ print(json.dumps({
 """Run with -S: an fsdptoys installed in the environment of the tests must not replace the tested
 one."""
 
+OWN = """
+import json, os, site, sys
+site.addsitedir(sys.argv[1])
+sys.path += json.loads(sys.argv[2])
+os.chdir(sys.argv[3])
+from fsdptoys.config.compose import compose_config
+model = compose_config(["model=mine"]).model
+print(model.name, model.dim)
+"""
+"""Compose an own file of a project that has no sources."""
+
 
 def module_names(tree: Path) -> list[str]:
     """Import names of all modules of a source tree."""
@@ -204,8 +215,14 @@ def test_every_distribution_contains_models_patches_and_configs(
     )
     assert "config.yaml" in answer["yaml"]
     for path in (tree / "fsdptoys").rglob("*"):
-        if path.suffix in (".css", ".html", ".js", ".txt"):
+        if path.suffix in (".css", ".html", ".js", ".txt", ".pyi", ".typed"):
             assert (home / path.relative_to(tree)).is_file()
+    own = tmp_path / "project" / "configs" / "model"
+    own.mkdir(parents=True)
+    (own / "mine.yaml").write_text("defaults: [llama_debug, _self_]\ndim: 96\n")
+    project = str(own.parents[1])
+    answer = run("-I", "-S", "-c", OWN, str(folder), json.dumps(libraries), project)
+    assert answer == "mine 96\n"
 
 
 def test_constraints_pin_every_dependency_of_pyproject() -> None:
