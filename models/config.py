@@ -35,6 +35,9 @@ class ModelConfig(ABC):
     hugging_face: ClassVar[HuggingFaceFormat | None] = None
     """The family's Hugging Face format; None if it has none, so that weights stay in our own."""
 
+    has_presets: ClassVar[bool] = True
+    """Whether a YAML file of the family describes a model without further settings."""
+
     name: str = ""
     """Name of the preset, for titles."""
 

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from fsdptoys.config.choices import list_choices
-from fsdptoys.config.compose import compose_presets
+from fsdptoys.config.compose import compose_presets, list_presets
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import ModelConfig
 from fsdptoys.utils.tables import align_columns
@@ -54,7 +53,7 @@ class ModelFacts:
 def models_command(argv: Sequence[str]) -> int:
     """Run ``fsdptoys models``; return the exit status."""
     options = parse("models", argv)
-    presets = list_choices()["model"]
+    presets = list_presets()
     names = list(dict.fromkeys(options.arguments))
     for name in names:
         if name not in presets:

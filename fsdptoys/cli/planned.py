@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdptoys.config.choices import list_choices
-from fsdptoys.config.compose import compose_config, compose_presets
+from fsdptoys.config.compose import compose_config, compose_presets, list_presets
 from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB
 from fsdptoys.device.free_memory import least_free_bytes
@@ -109,7 +108,7 @@ def choose_largest(experiment: str, device_type: str, world_size: int) -> list[s
 
     presets = [
         preset
-        for preset in compose_presets(list_choices()["model"])
+        for preset in compose_presets(list_presets())
         if not preset.name.endswith("_debug")
     ]
     base = compose_config([experiment])

@@ -20,13 +20,12 @@ from omegaconf.errors import OmegaConfBaseException
 from fsdptoys.checkpoint.safetensors_io import read_json
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
-from fsdptoys.models import ModelConfig
+from fsdptoys.models import MODELS, ModelConfig
 from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.register import live_cache, registered
 from fsdptoys.utils.bounds import check_home, check_text
 
-from .choices import list_choices
-from .group_files import EXPERIMENT, GroupFile, find_own_files
+from .choices import list_choices, schema_name
 from .option_values import SWITCHED_CHOICES, read_value
 from .overrides import check_groups, check_names, check_values, parse_overrides
 from .schema import SCHEMAS, Config
@@ -150,6 +149,15 @@ def _read_model(config: Config) -> None:
     except ValueError as error:
         # models do not import ConfigError, but word their messages alike
         raise ConfigError(str(error)) from error
+
+
+def list_presets() -> list[str]:
+    """Names of the choices of ``model`` that describe a model without further settings."""
+    return [
+        name
+        for name in list_choices()["model"]
+        if MODELS[schema_name("model", name)].has_presets
+    ]
 
 
 def compose_presets(names: Sequence[str]) -> list[ModelConfig]:

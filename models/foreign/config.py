@@ -25,6 +25,7 @@ class TransformersConfig(ModelConfig):
     """A model of transformers."""
 
     family: ClassVar[str] = "transformers"
+    has_presets: ClassVar[bool] = False
 
     name: str = "transformers"
     path: str | None = None

@@ -10,14 +10,13 @@ import pytest
 
 from fsdptoys.cli.main import main
 from fsdptoys.cli.models import ModelFacts, measure
-from fsdptoys.config.choices import list_choices
-from fsdptoys.config.compose import compose_config, compose_presets
+from fsdptoys.config.compose import compose_config, compose_presets, list_presets
 from fsdptoys.report.runs_table import gather
 from fsdptoys.report.table import make_table
 from fsdptoys.report.table_export import to_csv, to_json, to_markdown
 from tests.harness.recorded_runs import run_of, write_run
 
-PRESETS = list_choices()["model"]
+PRESETS = list_presets()
 LLAMA2_7B = ModelFacts(
     "llama2_7b",
     "llama",
