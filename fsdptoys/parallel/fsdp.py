@@ -174,8 +174,8 @@ class FSDPConfig(ReducingConfig):
             self.param_dtype is not DType.float32
             and model.capabilities.has_float32_modules
         ):
-            built = _on_meta(repr(model), Uncached(model))
-            check_float32_modules(built, self.name, self.param_dtype.value)
+            meta_model = _on_meta(repr(model), Uncached(model))
+            check_float32_modules(meta_model, self.name, self.param_dtype.value)
 
 
 def _text(value: object) -> str:

@@ -140,8 +140,7 @@ class FSDP2(Strategy):
 
     def shard(self, model: DecoderModel, param_init: ParamInit) -> None:
         """Shard the units from the inside out, then the root; materialize only the shards."""
-        # Blocks add their parts' results to the residual stream out of place, so a view does no
-        # harm.
+        # Blocks add to the residual stream out of place, so a view does no harm.
         warnings.filterwarnings(
             "ignore", message="FSDP2-wrapped module .* returned a view tensor"
         )

@@ -88,7 +88,7 @@ class CastParameters(nn.Module):
         super().__init__()
         self.module = module
         self.dtype = dtype
-        kept = {module.get_submodule(name) for name in float32_modules}
+        float32_owners = {module.get_submodule(name) for name in float32_modules}
         self._copies: dict[Tensor, Tensor] = {}
         for param in module.parameters():
             if not param.requires_grad:
@@ -102,12 +102,14 @@ class CastParameters(nn.Module):
         for block in module.modules():
             contexts = getattr(getattr(block, "execute", None), "contexts", None)
             if contexts is not None:
-                owners = [owner for owner in block.modules() if owner not in kept]
+                owners = [
+                    owner for owner in block.modules() if owner not in float32_owners
+                ]
                 contexts.append(functools.partial(self._swapped, owners))
                 compiled.update(owners)
         for owner in module.modules():
             own = dict(owner.named_parameters(recurse=False))
-            if own and owner not in compiled and owner not in kept:
+            if own and owner not in compiled and owner not in float32_owners:
                 owner.register_forward_pre_hook(functools.partial(self._swap_in, own))
                 owner.register_forward_hook(
                     functools.partial(self._swap_out, own), always_call=True

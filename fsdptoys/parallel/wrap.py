@@ -166,10 +166,11 @@ def split_off_experts(model: DecoderModel, units: Sequence[Unit]) -> list[Unit]:
 def split_off_float32(model: DecoderModel, units: Sequence[Unit]) -> list[Unit]:
     """Make the modules that compute in float32 units of their own, in the order of the forward."""
     names = [name for name, _ in _walk("", model)]
-    kept = model.float32_modules
-    others = [unit for unit in units if set(unit.modules).isdisjoint(kept)]
+    float32_names = model.float32_modules
+    others = [unit for unit in units if set(unit.modules).isdisjoint(float32_names)]
     inner = [
-        Unit((name,), embeds=False, ends_forward=False, float32=True) for name in kept
+        Unit((name,), embeds=False, ends_forward=False, float32=True)
+        for name in float32_names
     ]
     return sorted([*others, *inner], key=lambda unit: names.index(unit.modules[0]))
 
@@ -180,10 +181,10 @@ def check_float32_modules(model: DecoderModel, strategy: str, dtype: str) -> Non
     Raises:
         ConfigError: naming one that does, which no unit of one dtype can have.
     """
-    kept = set(model.float32_modules)
+    float32_names = set(model.float32_modules)
     for name in model.float32_modules:
         for path, _ in model.get_submodule(name).named_parameters(prefix=name):
-            if path.rpartition(".")[0] not in kept:
+            if path.rpartition(".")[0] not in float32_names:
                 raise ConfigError(
                     f"parallel.param_dtype={dtype} keeps parameters of {name} in float32 beside "
                     f"others, which units of parallel={strategy} cannot; set parallel=ddp or "

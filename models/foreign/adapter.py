@@ -79,9 +79,9 @@ class TransformersModel(DecoderModel):
     def __setattr__(self, name: str, value: Any) -> None:
         """Show the decoder what a strategy sets in place of a child."""
         super().__setattr__(name, value)
-        theirs = self.__dict__.get("children_of_decoder", {})
-        if isinstance(value, nn.Module) and name in theirs:
-            setattr(self.decoder, theirs[name], value)
+        decoder_names = self.__dict__.get("children_of_decoder", {})
+        if isinstance(value, nn.Module) and name in decoder_names:
+            setattr(self.decoder, decoder_names[name], value)
 
     def train(self, mode: bool = True) -> "TransformersModel":
         """Set the mode of the decoder as well."""
@@ -165,12 +165,12 @@ class TransformersModel(DecoderModel):
 
 
 def _names_in(model: nn.Module, hf: nn.Module) -> dict[str, str]:
-    theirs: dict[Tensor, str] = {}
-    for named in (hf.named_parameters, hf.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
-            theirs.setdefault(tensor, name)
+    hf_names: dict[Tensor, str] = {}
+    for list_tensors in (hf.named_parameters, hf.named_buffers):
+        for name, tensor in list_tensors(remove_duplicate=False):
+            hf_names.setdefault(tensor, name)
     return {
-        name: theirs[tensor]
-        for named in (model.named_parameters, model.named_buffers)
-        for name, tensor in named()
+        name: hf_names[tensor]
+        for list_tensors in (model.named_parameters, model.named_buffers)
+        for name, tensor in list_tensors()
     }

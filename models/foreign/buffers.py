@@ -87,10 +87,10 @@ def buffer_dtypes(
 
 
 def undefined_buffers(
-    model: "TransformersModel", written: Sequence[Tensor]
+    model: "TransformersModel", initialized: Sequence[Tensor]
 ) -> list[str]:
     """Names of buffers that an initialization did not write."""
-    ids = {id(buffer) for buffer in written}
+    ids = {id(buffer) for buffer in initialized}
     return [
         f"{type(module).__name__}.{name}"
         for module in modules_with_buffers(model)

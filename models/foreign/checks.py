@@ -54,9 +54,9 @@ def find_parts(hf: Any) -> Parts:
         and all(type(block).__name__ in kinds for block in module)
     ]
     if len(lists) != 1:
-        found = ", ".join(path for path, _ in lists) or "none"
+        paths = ", ".join(path for path, _ in lists) or "none"
         raise ValueError(
-            f"{name} has not one list of blocks ({found} by its _no_split_modules), which every "
+            f"{name} has not one list of blocks ({paths} by its _no_split_modules), which every "
             "strategy needs; train another model"
         )
     path, blocks = lists[0]
@@ -178,8 +178,8 @@ def _norm_after(children: dict[str, Any], blocks: nn.ModuleList) -> nn.Module | 
     names = list(children)
     end = next(index for index, name in enumerate(names) if children[name] is blocks)
     usual = [name for name in FINAL_NORMS if children.get(name) is not None]
-    found = usual or [name for name in names[end + 1 :] if is_norm(name)]
-    return children[found[-1]] if found else None
+    norms = usual or [name for name in names[end + 1 :] if is_norm(name)]
+    return children[norms[-1]] if norms else None
 
 
 def _block_parts(blocks: nn.ModuleList) -> tuple[str, ...]:

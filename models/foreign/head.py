@@ -103,13 +103,18 @@ def _find_form(causal_lm: nn.Module, decoder: nn.Module, head: nn.Module) -> Hea
     logits_BTV = torch.linspace(-3, 3, 2 * CLASSES).view(1, 2, CLASSES).clone()
     logits_BTV[0, 0, 0] = 1e-4
     logits_BTV[0, 1, -1] = 1e9
-    seen: list[Tensor] = []
+    head_inputs: list[Tensor] = []
+    decoder_inputs: list[Tensor] = []
+    tokens_BT = torch.zeros(1, 2, dtype=torch.int64)
 
     def head_forward(hidden: Tensor) -> Tensor:
-        seen.append(hidden)
+        head_inputs.append(hidden)
         return logits_BTV.clone()
 
     def decoder_forward(*args: Any, **kwargs: Any) -> _Output:
+        decoder_inputs.extend(
+            value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)
+        )
         return _Output(hidden_BTD.clone())
 
     refusal = (
@@ -120,7 +125,6 @@ def _find_form(causal_lm: nn.Module, decoder: nn.Module, head: nn.Module) -> Hea
     for module, stub in stubs:
         object.__setattr__(module, "forward", stub)
     try:
-        tokens_BT = torch.zeros(1, 2, dtype=torch.int64)
         output = causal_lm(input_ids=tokens_BT, use_cache=False)
         result = output[0] if isinstance(output, tuple) else output.logits
     except Exception as mistake:  # foreign code, called with stubs
@@ -130,9 +134,13 @@ def _find_form(causal_lm: nn.Module, decoder: nn.Module, head: nn.Module) -> Hea
     finally:
         for module, _ in stubs:
             object.__delattr__(module, "forward")
-    if len(seen) != 1 or seen[0].shape != hidden_BTD.shape:
+    if len(decoder_inputs) != 1 or decoder_inputs[0] is not tokens_BT:
+        raise ValueError(
+            f"{name} gives its decoder more than token ids; train another model"
+        )
+    if len(head_inputs) != 1 or head_inputs[0].shape != hidden_BTD.shape:
         raise ValueError(refusal)
-    before = _ratio(seen[0], hidden_BTD)
+    before = _ratio(head_inputs[0], hidden_BTD)
     form = None if before is None else _form_of(logits_BTV, result, before)
     if form is None:
         raise ValueError(refusal)

@@ -81,9 +81,9 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         operation = func._schema.name.split("::")[1]
         if args and isinstance(args[0], Tensor) and operation.endswith("_"):
-            found = self._of.get(args[0].untyped_storage()._cdata)
-            if found is not None:
-                self._record(*found, operation, args, kwargs or {})
+            named_param = self._of.get(args[0].untyped_storage()._cdata)
+            if named_param is not None:
+                self._record(*named_param, operation, args, kwargs or {})
             buffer = self._buffers.get(args[0].untyped_storage()._cdata)
             if buffer is not None:
                 self.written_buffers.append(buffer)

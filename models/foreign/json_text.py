@@ -59,14 +59,14 @@ def parse_text(text: str) -> dict[str, Any]:
     problem = _problem(tree) if isinstance(tree, dict) else "is no object"
     if problem is not None:
         raise ValueError(f"model.config {problem}; {fix}")
-    kept: dict[str, Any] = _without_dropped(tree)
-    return kept
+    settings: dict[str, Any] = _without_dropped(tree)
+    return settings
 
 
 def one_line(text: object) -> str:
     """Return the start of a foreign text in one line without control characters."""
-    words = " ".join(str(text).split())
-    return "".join(letter if letter.isprintable() else "?" for letter in words)[:300]
+    line = " ".join(str(text).split())
+    return "".join(letter if letter.isprintable() else "?" for letter in line)[:300]
 
 
 def _problem(tree: object) -> str | None:

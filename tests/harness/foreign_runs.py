@@ -47,7 +47,7 @@ class Curve:
             *zip(self.losses, other.losses, strict=True),
             *zip(self.norms, other.norms, strict=True),
         ]
-        errors = [abs(mine - theirs) / abs(theirs) for mine, theirs in pairs]
+        errors = [abs(value - expected) / abs(expected) for value, expected in pairs]
         return max(error if error == error else float("inf") for error in errors)
 
 
@@ -108,18 +108,18 @@ def train_plainly(config: Config) -> Curve:
     """
     trainer = Trainer(config)
     model = plain_causal_lm(trainer)
-    ours = trainer.optimizer.param_groups[0]
+    options = trainer.optimizer.param_groups[0]
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=LEARNING_RATE,
-        betas=ours["betas"],
-        eps=ours["eps"],
+        betas=options["betas"],
+        eps=options["eps"],
         weight_decay=DECAY,
     )
     losses = []
     norms = []
     for step in range(1, config.train.steps + 1):
-        optimizer.param_groups[0]["lr"] = ours["lr"]
+        optimizer.param_groups[0]["lr"] = options["lr"]
         batches = trainer.data.next_step(lambda seconds: seconds).microbatches
         valid = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in batches)
         total = 0.0
