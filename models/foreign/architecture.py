@@ -11,6 +11,8 @@ from .json_text import one_line, parse_text
 
 RANDOM = ("dropout", "pdrop", "layerdrop", "jitter")
 """Parts of the names of settings that draw random numbers in training."""
+DECODERS = ("gpt_neox", "gpt_neox_japanese", "reformer")
+"""Model types that are causal whatever ``is_decoder`` says."""
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 MUTATES_SAVED = ("gpt_oss",)
 """Model types that write to the results of operators that selective checkpointing keeps."""
@@ -82,6 +84,14 @@ def _read(text: str, layers: int | None) -> Any:
     for key, _ in _randomness(vars(config)):
         setattr(config, key, 0.0)
     _check_numbers(config)
+    if (
+        getattr(config, "is_decoder", None) is False
+        and config.model_type not in DECODERS
+    ):
+        raise ValueError(
+            f"config.json says is_decoder=false, with which a {config.model_type} model sees later "
+            "tokens; name a folder of a causal language model"
+        )
     return config
 
 

@@ -38,6 +38,7 @@ HOSTILE: dict[str, tuple[str, str]] = {
         json.dumps({"model_type": "t5"}),
         "no language model of one decoder",
     ),
+    "later tokens": (json.dumps({"model_type": "bert"}), "sees later tokens"),
     "images": (
         json.dumps({"model_type": "gemma3"}),
         "no language model of one decoder",
