@@ -103,9 +103,9 @@ def test_names_of_code_and_implementations_are_dropped() -> None:
         "dtype": "bfloat16",
         "nested": {"attn_implementation": "someone/kernel", "kept": 1},
     }
-    kept = json.loads(config_text(tree, "config.json"))
-    assert kept["nested"] == {"kept": 1}
-    assert set(kept) == set(LLAMA) | {"nested"}
+    stored = json.loads(config_text(tree, "config.json"))
+    assert stored["nested"] == {"kept": 1}
+    assert set(stored) == set(LLAMA) | {"nested"}
 
 
 def test_a_run_is_read_without_its_folder(tmp_path: Path) -> None:
