@@ -140,8 +140,9 @@ def yaml_lines(text: "str | bytes") -> dict[tuple[str, ...], int]:
         path, node = queue.pop()
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
             if isinstance(key, yaml.ScalarNode):
-                lines[(*path, key.value)] = key.start_mark.line + 1
-                queue.append(((*path, key.value), value))
+                key_path = (*path, key.value)
+                lines[key_path] = key.start_mark.line + 1
+                queue.append((key_path, value))
     return lines
 
 
