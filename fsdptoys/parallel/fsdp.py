@@ -160,12 +160,13 @@ class FSDPConfig(ReducingConfig):
             and model.capabilities.has_float32_modules
         ):
             return self.wrap is Wrap.block_attn_mlp
-        names = [
-            name
-            for unit in self.units(_on_meta(repr(model), Uncached(model)))
-            for name in unit.modules
-        ]
-        return any(name.startswith("layers.") and name.count(".") > 1 for name in names)
+        meta_model = _on_meta(repr(model), Uncached(model))
+        names = [name for unit in self.units(meta_model) for name in unit.modules]
+        prefix = f"{meta_model.blocks_name}."
+        return any(
+            name.startswith(prefix) and name.count(".") > prefix.count(".")
+            for name in names
+        )
 
     def check_model(self, model: ModelConfig) -> None:
         """Check that the model has the classes of ``wrap_classes``, and units of one dtype."""

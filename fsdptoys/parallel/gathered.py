@@ -109,9 +109,9 @@ class Gathered(HeadTail):
         for q_BHcK, start in zip(
             q_BHtK.chunk(2, 2), self.starts(2 * size * self.ranks), strict=True
         ):
-            seen = slice(0, start + size)
+            keys = slice(0, start + size)
             pieces.append(
-                attend(q_BHcK, k_BGTK[:, :, seen], v_BGTV[:, :, seen], heads, start)
+                attend(q_BHcK, k_BGTK[:, :, keys], v_BGTV[:, :, keys], heads, start)
             )
         return torch.cat(pieces, dim=2)
 

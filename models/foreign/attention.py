@@ -106,18 +106,20 @@ class Mask:
         if positions_BT is None:
             places_S = torch.arange(end, device=device)
             queries_P1 = places_S[start:].view(1, 1, -1, 1)
-            seen = self._sees(rows_B111, heads, queries_P1, places_S.view(1, 1, 1, -1))
+            visible = self._sees(
+                rows_B111, heads, queries_P1, places_S.view(1, 1, 1, -1)
+            )
         else:
             keys_BS = positions_BT[:, :end]
             # A document by the place of its first token
             documents_BS = torch.arange(end, device=device) - keys_BS
             queries_BP1 = keys_BS[:, start:, None].unsqueeze(1)
-            seen = self._sees(rows_B111, heads, queries_BP1, keys_BS[:, None, None])
-            seen = seen & (
+            visible = self._sees(rows_B111, heads, queries_BP1, keys_BS[:, None, None])
+            visible = visible & (
                 documents_BS[:, start:, None] == documents_BS[:, None]
             ).unsqueeze(1)
-        added = torch.full(seen.shape, -torch.inf, dtype=like.dtype, device=device)
-        return added.masked_fill_(seen, 0.0)
+        added = torch.full(visible.shape, -torch.inf, dtype=like.dtype, device=device)
+        return added.masked_fill_(visible, 0.0)
 
 
 def make_mask(

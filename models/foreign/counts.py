@@ -59,7 +59,8 @@ def matmul_flops_per_token(model: "TransformersModel", seq_len: int) -> float:
                 part = share if param.ndim == 3 else 1.0
                 flops += part * matmul_flops(param.numel(), param.requires_grad)
     return flops + sum(
-        attention_flops(settings, keys) for keys in mean_keys(settings, seq_len)
+        attention_flops(settings, min(keys, most_keys))
+        for keys in mean_keys(settings, seq_len)
     )
 
 

@@ -197,14 +197,15 @@ class ModuleModel(DecoderModel):
     def initial_tensors(self, seed: int) -> Mapping[str, Tensor]:
         """Initial values of all parameters, of a module that is built on the host."""
         return {
-            name: param.detach() for name, param in self._built(seed).named_parameters()
+            name: param.detach()
+            for name, param in self._host_module(seed).named_parameters()
         }
 
     def init_buffers(self, device: torch.device) -> None:
         """Copy the buffers of a module that is built on the host."""
         if device.type == "meta":
             return
-        owners = dict(self._built(None).named_modules())
+        owners = dict(self._host_module(None).named_modules())
         for prefix, module in self.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -213,7 +214,7 @@ class ModuleModel(DecoderModel):
                     module._buffers[name] = values.to(device)
         self.__dict__["_host"] = None
 
-    def _built(self, seed: int | None) -> nn.Module:
+    def _host_module(self, seed: int | None) -> nn.Module:
         """The module on the host; None for the one that was built last."""
         host: nn.Module | None = self.__dict__["_host"]
         if host is None or seed is not None:

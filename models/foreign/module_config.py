@@ -149,14 +149,14 @@ def _adapted(build: Any) -> Any:
 
     @functools.wraps(build)
     def adapted(self: ModuleConfig) -> ModuleModel:
-        built = build(self)
-        if isinstance(built, ModuleModel):  # by the class above
+        module = build(self)
+        if isinstance(module, ModuleModel):  # by the class above
             return built
-        if not isinstance(built, nn.Module):
+        if not isinstance(module, nn.Module):
             raise ValueError(
-                f"{type(self).__name__}.build returned {type(built).__name__}, and must return an "
+                f"{type(self).__name__}.build returned {type(module).__name__}, and must return an "
                 "nn.Module"
             )
-        return ModuleModel(self, built)
+        return ModuleModel(self, module)
 
     return adapted

@@ -51,7 +51,7 @@ REFUSED = {
     "qwen3_5_text": "convolution",
     "qwen3_5_moe_text": "convolution",
 }
-"""Families whose layers mix tokens otherwise than by an attention of the registry → words of the
+"""Families whose layers mix tokens otherwise than by an attention of the registry → phrase of the
 reason."""
 SHARED = [family for family in SETTINGS if family not in REFUSED]
 END = 7
@@ -71,7 +71,7 @@ def packed_tokens() -> Tensor:
 
 
 def documents(tokens_BT: Tensor) -> Iterator[tuple[int, slice]]:
-    """Row and place of each document."""
+    """Row and span of each document."""
     for row, lengths in enumerate(LENGTHS):
         start = 0
         for length in lengths:
@@ -168,12 +168,12 @@ def test_packed_documents_have_the_logits_and_gradients_of_separate_ones(
     (logits_BTV * weights_BTV).sum().backward()
     grads = gradients(model)
     model.document_end = None
-    for row, place in documents(tokens_BT):
-        alone_1TV = model(tokens_BT[row : row + 1, place])
+    for row, span in documents(tokens_BT):
+        alone_1TV = model(tokens_BT[row : row + 1, span])
         torch.testing.assert_close(
-            logits_BTV[row : row + 1, place], alone_1TV, rtol=1e-4, atol=1e-4
+            logits_BTV[row : row + 1, span], alone_1TV, rtol=1e-4, atol=1e-4
         )
-        (alone_1TV * weights_BTV[row : row + 1, place]).sum().backward()
+        (alone_1TV * weights_BTV[row : row + 1, span]).sum().backward()
     assert_equal(grads, gradients(model))
 
 
@@ -209,7 +209,7 @@ def test_runs_that_share_sequences_match_a_plain_loop(
 
 
 @pytest.mark.parametrize(
-    ("family", "settings", "words"),
+    ("family", "settings", "phrase"),
     [
         ("qwen3_next", {}, ["model=qwen3_next", "convolution", "mesh.cp_size=1"]),
         (
@@ -220,20 +220,20 @@ def test_runs_that_share_sequences_match_a_plain_loop(
     ],
 )  # fmt: skip
 def test_refusals_name_the_model_the_reason_and_the_fix(
-    family: str, settings: dict[str, Any], words: list[str]
+    family: str, settings: dict[str, Any], phrase: list[str]
 ) -> None:
-    """Oracle: the words of the sentence."""
+    """Oracle: the phrase of the sentence."""
     model = tiny_model(family, **settings)
     with pytest.raises(ConfigError) as refusal:
         foreign_config(model, FSDP2Config(), cp_size=2)
-    for word in words:
+    for word in phrase:
         assert word in str(refusal.value)
     with pytest.raises(ConfigError, match=r"data\.mask_documents=false"):
         make_config(FSDP2Config(), 2, model=model, data=DOCUMENTS)
 
 
 def test_a_ring_refuses_windows() -> None:
-    """Oracle: the words of the sentence."""
+    """Oracle: the phrase of the sentence."""
     ring = FSDP2Config(context=ContextForm.ring)
     with pytest.raises(ConfigError, match=r"parallel\.context=ring .* windows"):
         foreign_config(tiny_model("gemma3_text"), ring, cp_size=2)
@@ -247,7 +247,7 @@ def causal_mask() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "phrase"),
     [
         ({"position_bias": torch.zeros(1)}, "position_bias"),
         ({"dropout": 0.1}, "dropout"),
@@ -256,13 +256,13 @@ def causal_mask() -> Any:
     ],
 )
 def test_attention_refuses_what_it_would_ignore(
-    options: dict[str, Any], words: str
+    options: dict[str, Any], phrase: str
 ) -> None:
     """Oracle: the arguments that change attention, and are not computed."""
     x_BHTK = torch.randn(1, 2, 4, 8)
     arguments = dict(options)
     mask = arguments.pop("mask", None)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=phrase):
         attend(
             nn.Identity(),
             x_BHTK,

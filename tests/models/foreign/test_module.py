@@ -109,14 +109,14 @@ def train_plainly(config: Config) -> Curve:
     trainer = Trainer(config)
     torch.manual_seed(SEED)
     model = Own(config.model.tied, config.model.cap)
-    ours = trainer.optimizer.param_groups[0]
+    group = trainer.optimizer.param_groups[0]
     optimizer = torch.optim.AdamW(
-        model.parameters(), ours["lr"], ours["betas"], ours["eps"], 0.1
+        model.parameters(), group["lr"], group["betas"], group["eps"], 0.1
     )
     losses = []
     norms = []
     for step in range(1, config.train.steps + 1):
-        optimizer.param_groups[0]["lr"] = ours["lr"]
+        optimizer.param_groups[0]["lr"] = group["lr"]
         batches = trainer.data.next_step(lambda seconds: seconds).microbatches
         valid = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in batches)
         total = torch.zeros(())
@@ -196,7 +196,7 @@ class Loose(OwnConfig):
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
+    ("model", "phrase"),
     [
         (OwnConfig(vocab_size=300), "shape"),
         (OwnConfig(cap=0.3), "leave out OwnConfig.head"),
@@ -206,24 +206,26 @@ class Loose(OwnConfig):
     ],
 )
 def test_a_module_that_would_train_wrongly_is_refused(
-    model: OwnConfig, words: str
+    model: OwnConfig, phrase: str
 ) -> None:
-    """Oracle: the words of the sentence, before any rank starts."""
-    with pytest.raises((ConfigError, ValueError), match=words):
+    """Oracle: the phrase of the sentence, before any rank starts."""
+    with pytest.raises((ConfigError, ValueError), match=phrase):
         own_config(FSDP2Config(), 2, model)
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "phrase"),
     [
         ({"cp_size": 2}, r"mesh\.cp_size=1"),
         ({"tp_size": 2}, r"mesh\.tp_size=1"),
         ({"memory": CHUNKED, "model": OwnConfig(has_head=False)}, "method head"),
     ],
 )
-def test_options_without_a_way_are_refused(options: dict[str, Any], words: str) -> None:
-    """Oracle: the words of the sentence."""
-    with pytest.raises(ConfigError, match=words):
+def test_options_without_a_way_are_refused(
+    options: dict[str, Any], phrase: str
+) -> None:
+    """Oracle: the phrase of the sentence."""
+    with pytest.raises(ConfigError, match=phrase):
         own_config(FSDP2Config(), 2, **options)
 
 
