@@ -151,7 +151,7 @@ def _adapted(build: Any) -> Any:
     def adapted(self: ModuleConfig) -> ModuleModel:
         module = build(self)
         if isinstance(module, ModuleModel):  # by the class above
-            return built
+            return module
         if not isinstance(module, nn.Module):
             raise ValueError(
                 f"{type(self).__name__}.build returned {type(module).__name__}, and must return an "

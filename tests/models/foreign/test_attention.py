@@ -51,7 +51,7 @@ REFUSED = {
     "qwen3_5_text": "convolution",
     "qwen3_5_moe_text": "convolution",
 }
-"""Families whose layers mix tokens otherwise than by an attention of the registry → phrase of the
+"""Families with layers that mix tokens otherwise than by an attention of the registry → words of the
 reason."""
 SHARED = [family for family in SETTINGS if family not in REFUSED]
 END = 7
@@ -222,7 +222,7 @@ def test_runs_that_share_sequences_match_a_plain_loop(
 def test_refusals_name_the_model_the_reason_and_the_fix(
     family: str, settings: dict[str, Any], phrase: list[str]
 ) -> None:
-    """Oracle: the phrase of the sentence."""
+    """Oracle: the words of the sentence."""
     model = tiny_model(family, **settings)
     with pytest.raises(ConfigError) as refusal:
         foreign_config(model, FSDP2Config(), cp_size=2)
@@ -233,7 +233,7 @@ def test_refusals_name_the_model_the_reason_and_the_fix(
 
 
 def test_a_ring_refuses_windows() -> None:
-    """Oracle: the phrase of the sentence."""
+    """Oracle: the words of the sentence."""
     ring = FSDP2Config(context=ContextForm.ring)
     with pytest.raises(ConfigError, match=r"parallel\.context=ring .* windows"):
         foreign_config(tiny_model("gemma3_text"), ring, cp_size=2)

@@ -208,7 +208,7 @@ class Loose(OwnConfig):
 def test_a_module_that_would_train_wrongly_is_refused(
     model: OwnConfig, phrase: str
 ) -> None:
-    """Oracle: the phrase of the sentence, before any rank starts."""
+    """Oracle: the words of the sentence, before any rank starts."""
     with pytest.raises((ConfigError, ValueError), match=phrase):
         own_config(FSDP2Config(), 2, model)
 
@@ -224,7 +224,7 @@ def test_a_module_that_would_train_wrongly_is_refused(
 def test_options_without_a_way_are_refused(
     options: dict[str, Any], phrase: str
 ) -> None:
-    """Oracle: the phrase of the sentence."""
+    """Oracle: the words of the sentence."""
     with pytest.raises(ConfigError, match=phrase):
         own_config(FSDP2Config(), 2, **options)
 
