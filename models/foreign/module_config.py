@@ -23,6 +23,9 @@ from ..checks import MOST_TOKENS, at_least, check_bounds
 from ..config import ModelConfig
 from .module import ModuleModel, find_blocks
 
+BUILD = "build"
+"""The method that own code writes."""
+
 
 @dataclass
 class ModuleConfig(ModelConfig):
@@ -40,8 +43,8 @@ class ModuleConfig(ModelConfig):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "build" in cls.__dict__:
-            cls.build = _adapted(cls.__dict__["build"])  # type: ignore[method-assign]
+        if BUILD in cls.__dict__:
+            setattr(cls, BUILD, _adapted(cls.__dict__[BUILD]))
 
     def __post_init__(self) -> None:
         check_bounds(self)

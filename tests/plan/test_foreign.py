@@ -1,6 +1,6 @@
 """Predictions of models of transformers and of own modules, which are traced with all contents."""
 
-import dataclasses
+from typing import Any
 
 import pytest
 
@@ -31,8 +31,8 @@ MODELS: dict[str, ModelConfig] = {
 }
 
 
-def run_config(model: ModelConfig, ranks: int = 2) -> Config:
-    return foreign_config(model, FSDP2Config(), ranks, seq_len=64, steps=2)  # type: ignore[arg-type]
+def run_config(model: Any, ranks: int = 2) -> Config:
+    return foreign_config(model, FSDP2Config(), ranks, seq_len=64, steps=2)
 
 
 def count_peak(config: Config) -> int:
@@ -61,7 +61,7 @@ def test_planned_peak_is_within_10_percent_of_a_real_run(name: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_two_depths_give_the_numbers_of_a_full_trace(family: str) -> None:
     """Oracle: a trace of all 24 layers."""
-    settings = {"num_hidden_layers": 24}
+    settings: dict[str, Any] = {"num_hidden_layers": 24}
     if family == "gemma3_text":
         settings |= {"layer_types": ["sliding_attention", "full_attention"] * 12}
     config = run_config(tiny_model(family, **settings), 4)
@@ -86,6 +86,6 @@ def test_a_search_is_refused() -> None:
 @pytest.mark.parametrize("family", ["minimax"])
 def test_a_model_that_reads_values_is_refused_by_name(family: str) -> None:
     """Oracle: the words of the sentence."""
-    config = dataclasses.replace(run_config(tiny_model(family)))
+    config = run_config(tiny_model(family))
     with pytest.raises(ConfigError, match=f"model={family} cannot be traced"):
         predict(config, load_hardware("h100"), 2)

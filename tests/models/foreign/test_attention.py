@@ -51,8 +51,8 @@ REFUSED = {
     "qwen3_5_text": "convolution",
     "qwen3_5_moe_text": "convolution",
 }
-"""Families with layers that mix tokens otherwise than by an attention of the registry → words of the
-reason."""
+"""Families with layers that mix tokens otherwise than by an attention of the registry → words of
+the reason."""
 SHARED = [family for family in SETTINGS if family not in REFUSED]
 END = 7
 LENGTHS = ([1, 12, 4, 15], [18, 14])
