@@ -154,7 +154,8 @@ def test_any_module_trains_as_in_a_plain_loop(case: str) -> None:
     """Oracle: the module itself, AdamW and cross entropy; the same initial values."""
     parallel, ranks, model, options = CASES[case]
     config = own_config(parallel, ranks, model, **options)
-    expected = train_plainly(own_config(SingleConfig(simulated_ranks=2), 1, model))
+    plain = own_config(SingleConfig(simulated_ranks=2), 1, model)
+    expected = run_ranks(1, train_plainly, plain)[0]
     for curve in run_ranks(ranks, train, config):
         assert curve.error(expected) < 1e-5
 
@@ -162,7 +163,8 @@ def test_any_module_trains_as_in_a_plain_loop(case: str) -> None:
 def test_hsdp_trains_as_in_a_plain_loop() -> None:
     """Oracle: as above, with parameters sharded over two of four ranks."""
     config = own_config(FSDP2Config(), 4, fsdp_size=2)
-    expected = train_plainly(own_config(SingleConfig(simulated_ranks=4), 1))
+    plain = own_config(SingleConfig(simulated_ranks=4), 1)
+    expected = run_ranks(1, train_plainly, plain)[0]
     for curve in run_ranks(4, train, config):
         assert curve.error(expected) < 1e-5
 
