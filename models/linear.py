@@ -19,8 +19,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 
-def linear(input: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear``, through float32 where faster."""
+def linear(
+    input: Tensor, weight_OI: Tensor | None, bias_O: Tensor | None = None
+) -> Tensor:
+    """``torch.nn.functional.linear``, through float32 where faster.
+
+    Without a weight it returns the input: a loss of a model that makes logits itself.
+    """
+    if weight_OI is None:
+        return input if bias_O is None else input + bias_O
     if not goes_through_float32(input):
         return F.linear(input, weight_OI, bias_O)
     product: Tensor = _Float32Product.apply(input, weight_OI)

@@ -141,7 +141,7 @@ class ModuleModel(DecoderModel):
         """Predict the next token at every position; see ``DecoderModel``.
 
         With a cache all tokens are computed again. Without a head ``loss_fn`` gets the logits in
-        place of hidden states, and None for the weight.
+        place of hidden states, and None for the weight, which ``linear`` takes.
         """
         assert stage is None, "the configuration was not validated"
         count = tokens_BT.shape[1]

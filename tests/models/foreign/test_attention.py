@@ -121,8 +121,8 @@ def shared_results(configs: dict[str, TransformersConfig]) -> dict[str, str]:
     for family, config in configs.items():
         try:
             compare_forms(config)
-        except AssertionError as failure:
-            failures[family] = str(failure)
+        except Exception as failure:  # of any kind, so that the others are compared
+            failures[family] = f"{type(failure).__name__}: {failure}"
     return failures
 
 
