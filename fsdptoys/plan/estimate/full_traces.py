@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware
 from fsdptoys.errors import ConfigError
+from fsdptoys.parallel import SingleConfig
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import Trace
 from fsdptoys.plan.simulator.replay import Replay, replay
@@ -35,7 +36,7 @@ def full_replays(
         deep = copy.copy(config)
         deep.model = config.model.with_layers(part.n_layers)
         deep.train = dataclasses.replace(config.train, grad_accum=part.micro_batches)
-        if hasattr(config.parallel, "simulated_ranks"):
+        if isinstance(config.parallel, SingleConfig):
             # In turn, as micro-batches
             deep.parallel = dataclasses.replace(config.parallel, simulated_ranks=1)
         requests.append((0, trace_run, (deep, hardware)))
