@@ -35,6 +35,8 @@ def depths_of(config: Config, model: DecoderModel, least: int) -> list[int]:
     ``least`` is the fewest of the shallower one; the difference of the depths is in proportion.
     """
     n_layers = config.model.n_layers
+    if not n_layers:  # a module that names no blocks
+        return [0]
     turn = math.lcm(layers_in_turn(model), config.memory.checkpointing_every)
     # Layers before the first checkpointed one differ from those after it.
     first = config.memory.checkpointing_start_index + turn * math.ceil(least / turn)
