@@ -152,6 +152,14 @@ def training_words(config: ModelConfig, path: str) -> list[str]:
     Raises:
         ConfigError: if the family has no preset.
     """
+    quoted = (
+        value_text(path, quote=True)
+        if "'" not in path
+        else "'" + path.replace("'", "\\'") + "'"
+    )
+    if isinstance(config, TransformersConfig):
+        folders = [f"model.path={quoted}", f"model.init_from={quoted}"]
+        return ["fsdptoys", "train", f"model={config.family}", *folders]
     names = [
         name
         for name in list_choices()["model"]

@@ -100,29 +100,31 @@ class TransformersFormat(WeightsFormat):
                 self._pieces[alias], self._pieces[name], strict=True
             )
         }
-        found = self._find(needed, stored, aliases)
+        locations = self._find(needed, stored, aliases)
 
         def pieces(name: str, shape: tuple[int, ...]) -> list[Piece]:
             parts = self.pieces(name, shape)
-            if not any(part.tensor in found for part in parts):
-                original_name = found.get(self._names[name], self._names[name])
+            if not any(part.tensor in locations for part in parts):
+                original_name = locations.get(self._names[name], self._names[name])
                 if original_name in stored:
                     return [Piece(whole(shape), original_name, shape, whole(shape))]
             return [
-                dataclasses.replace(part, tensor=found.get(part.tensor, part.tensor))
+                dataclasses.replace(
+                    part, tensor=locations.get(part.tensor, part.tensor)
+                )
                 for part in parts
             ]
 
-        taken = set(found.values())
+        own_names = set(locations.values())
         copies = {
-            alias: found.get(name, name)
+            alias: locations.get(name, name)
             for alias, name in aliases.items()
-            if alias not in taken
+            if alias not in own_names
         }
         unused = {
             name
             for name in stored
-            if name not in taken
+            if name not in own_names
             and (
                 ROTARY_BUFFER.search(name)
                 or any(pattern.search(name) for pattern in self._unexpected)
@@ -172,19 +174,19 @@ class TransformersFormat(WeightsFormat):
         aliases: Mapping[str, str],
     ) -> dict[str, str]:
         """Name of a tensor → its name in a folder, for all that it holds."""
-        found = {name: name for name in needed if name in stored}
-        others = [name for name in stored if name not in found]
-        if others and len(found) < len(needed):
+        locations = {name: name for name in needed if name in stored}
+        others = [name for name in stored if name not in locations]
+        if others and len(locations) < len(needed):
             current = self._renaming()
             by_name = {current(name): name for name in reversed(others)}
             for name in (*needed, *self._names.values()):
                 if name not in stored and current(name) in by_name:
-                    found[name] = by_name[current(name)]
+                    locations[name] = by_name[current(name)]
         for alias, name in aliases.items():
             # A folder may hold a tied weight under its second name alone.
-            if name not in found and alias in stored:
-                found[name] = alias
-        return found
+            if name not in locations and alias in stored:
+                locations[name] = alias
+        return locations
 
     def _renaming(self) -> Callable[[str], str]:
         """Return the function from a stored name to that of this version, below the base model."""
@@ -213,14 +215,14 @@ def match_names(model: nn.Module, original: nn.Module) -> dict[str, str]:
         if id(tensor) not in names or names[id(tensor)] in ties:
             names[id(tensor)] = name
     matches: dict[str, str] = {}
-    seen = set()
+    identities = set()
     for name, tensor in _all_weights(model):
         if id(tensor) not in names:
             raise ValueError(f"{name} is no weight of {type(original).__name__}")
-        if id(tensor) not in seen:
+        if id(tensor) not in identities:
             matches[name] = names[id(tensor)]
-        seen.add(id(tensor))
-    missing = [name for tensor, name in names.items() if tensor not in seen]
+        identities.add(id(tensor))
+    missing = [name for tensor, name in names.items() if tensor not in identities]
     if missing:
         raise ValueError(
             f"{missing[0]} of {type(original).__name__} is no weight of the model"
@@ -305,16 +307,18 @@ def _piece(tensor: str, view: Tensor, shape: tuple[int, ...]) -> Piece | None:
     for transposed in (False, True):
         if transposed and view.ndim < 2:
             return None
-        seen = view.mT if transposed else view
+        matrix = view.mT if transposed else view
         own = axes[extra:]
         if all(
             (count == 1 or stride == axis.stride) and axis.start + count <= axis.size
-            for count, stride, axis in zip(seen.shape, seen.stride(), own, strict=True)
+            for count, stride, axis in zip(
+                matrix.shape, matrix.stride(), own, strict=True
+            )
         ):
             region = tuple((axis.start, axis.start + 1) for axis in axes[:extra])
             region += tuple(
                 (axis.start, axis.start + count)
-                for axis, count in zip(own, seen.shape, strict=True)
+                for axis, count in zip(own, matrix.shape, strict=True)
             )
             stored = tuple(view.shape)
             return Piece(region, tensor, stored, whole(stored), transposed)

@@ -1,6 +1,7 @@
 """Adapters against model, strategy and formats."""
 
 import re
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -11,7 +12,12 @@ from fsdptoys.config.sections import Sections
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
 from fsdptoys.models.layers import Linear
-from fsdptoys.models.lora import is_routed, linear_layers, match_layers
+from fsdptoys.models.lora import (
+    adapted_layers,
+    is_routed,
+    linear_layers,
+    match_layers,
+)
 from fsdptoys.models.nf4 import BLOCK
 from fsdptoys.tune import LoRAConfig, TuneConfig
 from fsdptoys.tune.config import LINEAR_LAYERS
@@ -20,6 +26,9 @@ from fsdptoys.utils.text import short_text, value_text
 from .rule import Rules, Where
 
 TUNE = Rules()
+
+EXPERT_LAYERS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+"""Names that peft replaces by stacked weights in models with experts."""
 
 
 def _build(config: Sections) -> DecoderModel:
@@ -57,7 +66,7 @@ def targets_are_layers(config: Sections, where: Where) -> str | None:
         target for target in tune.targets if not match_layers(list(layers), target)
     ]
     if not missing:
-        return None
+        return None if is_family else _taken_for_experts(model, tune.targets)
     target = missing[0]
     targets = [target for target in tune.targets if target not in missing] or sorted(
         layer_names
@@ -74,6 +83,27 @@ def targets_are_layers(config: Sections, where: Where) -> str | None:
         f"tune.targets names {target}, which is no linear layer of the blocks of a "
         f"{config.model.family} model; {fix}"
     )
+
+
+def _taken_for_experts(model: DecoderModel, targets: Sequence[str]) -> str | None:
+    """Return a sentence if peft would read the run's adapters otherwise.
+
+    In models with experts it replaces these names by the stacked weights of experts, also where a
+    dense layer has them.
+    """
+    children = (name for name, _ in model.layers.named_modules())
+    if not any(name.endswith(".experts") for name in children):
+        return None
+    layers = adapted_layers(model, targets)
+    for name in layers:
+        if name.rpartition(".")[2] in EXPERT_LAYERS:
+            others = {other.rpartition(".")[2] for other in linear_layers(model)}
+            fix = ",".join(sorted(others - EXPERT_LAYERS))
+            return (
+                f"tune.targets names {name}, and peft takes adapters of {name} for those of "
+                f"routed experts; set tune.targets=[{fix}]"
+            )
+    return None
 
 
 TUNE.exclude(

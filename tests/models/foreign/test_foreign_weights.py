@@ -160,6 +160,6 @@ def test_routers_that_transformers_keeps_in_float32_stay_so() -> None:
     """Oracle: the list of the model's class."""
     import_transformers()
     style = own_format(build_original("deepseek_v3"))
-    kept = "model.layers.1.mlp.gate.e_score_correction_bias"
-    assert style.keeps_float32(kept)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert style.keeps_float32(bias)
     assert not style.keeps_float32("model.layers.1.mlp.experts.0.gate_proj.weight")
