@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from fsdptoys.checkpoint import HuggingFaceFolder
 from fsdptoys.checkpoint.adapter_export import ADAPTER_FOLDER
 from fsdptoys.checkpoint.adapter_folder import AdapterFolder
+from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
 from fsdptoys.loss.objective import IGNORE_INDEX
 from fsdptoys.models import TransformersConfig
@@ -20,6 +21,7 @@ from fsdptoys.models.lora import linear_layers
 from fsdptoys.optim.config import set_schedule
 from fsdptoys.parallel import FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.train.final_weights import save_final_weights
+from fsdptoys.train.pretrained import TrainedModel
 from fsdptoys.train.trainer import Trainer
 from fsdptoys.tune import Base, LoRAConfig
 from tests.harness.foreign_folders import write_original
@@ -193,6 +195,27 @@ def test_adapters_of_peft_continue_in_a_run(tmp_path: Path) -> None:
         their_name = name.replace("layers.", "transformer.h.")
         their_name = their_name.replace("lora_a", "lora_A").replace("lora_b", "lora_B")
         assert torch.equal(torch.from_numpy(tensor), state[their_name]), name
+
+
+@pytest.mark.oracle
+def test_generation_adds_the_adapters_of_peft_to_a_folder(tmp_path: Path) -> None:
+    """Oracle: the logits of peft's model with adapters drawn at random, to 1e-5."""
+    peft = pytest.importorskip("peft")
+    original = write_original(tmp_path / "folder", "mixtral")
+    settings = peft.LoraConfig(
+        r=RANK,
+        lora_alpha=ALPHA,
+        target_modules=["k_proj", "o_proj"],
+        init_lora_weights=False,
+    )
+    model = peft.get_peft_model(original, settings).eval()
+    model.save_pretrained(tmp_path / "theirs")
+    trained = TrainedModel(str(tmp_path / "folder"), adapter=str(tmp_path / "theirs"))
+    own = trained.load(Device("cpu"), torch.float32)
+    tokens_BT = torch.arange(20).view(1, 20) + 3
+    with torch.no_grad():
+        expected = model(input_ids=tokens_BT, use_cache=False).logits
+        torch.testing.assert_close(own(tokens_BT), expected, rtol=1e-5, atol=1e-5)
 
 
 def adapters_of(config: Any) -> dict[str, Any]:
