@@ -265,7 +265,10 @@ def write_hugging_face(
     style = weights_format(model)
     tree = style.write_config(dtype_name(dtype))
     ids = NO_TOKENS | dict(token_ids)
-    trees = {CONFIG_FILE: tree | ids, GENERATION_CONFIG_FILE: ids}
+    trees: dict[str, dict[str, Any]] = {
+        CONFIG_FILE: style.write_config(dtype_name(dtype)) | ids,
+        GENERATION_CONFIG_FILE: ids,
+    }
     if style.source is not None:
         trees = {CONFIG_FILE: tree}
         generation = Path(style.source) / GENERATION_CONFIG_FILE

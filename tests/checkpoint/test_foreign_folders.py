@@ -17,14 +17,11 @@ from fsdptoys.checkpoint import (
     named_weights,
     open_init_from,
     read_token_ids,
-    write_hugging_face,
 )
-from fsdptoys.checkpoint.safetensors_io import slices
 from fsdptoys.cli.convert import training_words
 from fsdptoys.cli.main import main
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import DecoderModel, TransformersConfig, stored_buffers
-from fsdptoys.models.huggingface import Bounds
+from fsdptoys.models import TransformersConfig
 from fsdptoys.parallel import (
     DDPConfig,
     FSDP1Config,
@@ -32,10 +29,9 @@ from fsdptoys.parallel import (
     ParallelConfig,
     ToyZero3Config,
 )
-from fsdptoys.parallel.init_weights import init_buffers, materialize
 from fsdptoys.train.trainer import Trainer
 from tests.harness.foreign_families import SETTINGS
-from tests.harness.foreign_folders import write_original
+from tests.harness.foreign_folders import config_of, load, write, write_original
 from tests.harness.foreign_runs import foreign_config
 from tests.harness.ranks import run_ranks
 from tests.harness.run_tables import extended
@@ -44,37 +40,6 @@ from tests.harness.transformers_oracle import import_transformers
 SHORT = ("llama", "qwen3_moe", "gpt2", "deepseek_v3", "gpt_oss", "gemma3_text")
 ROWS = [name if name in SHORT else extended(name) for name in SETTINGS]
 TOKENS_BT = torch.arange(2 * 20).view(2, 20) % 250 + 3
-CPU = torch.device("cpu")
-
-
-def config_of(folder: Path) -> TransformersConfig:
-    config = HuggingFaceFolder(folder).model_config("transformers")
-    assert isinstance(config, TransformersConfig)
-    return config
-
-
-def load(folder: Path) -> DecoderModel:
-    """The adapter with the weights of a folder."""
-    source = HuggingFaceFolder(folder)
-    with torch.device("meta"):
-        model: DecoderModel = config_of(folder).build()
-    source.check(model)
-    materialize(model, CPU, source.fill)
-    init_buffers(model, CPU, torch.float32)
-    for buffer in stored_buffers(model):
-        source.fill(buffer.tensor, buffer.name)
-    return model.eval()
-
-
-def write(
-    folder: Path, model: DecoderModel, dtype: torch.dtype = torch.float32
-) -> None:
-    weights = dict(named_weights(model))
-
-    def read(name: str, region: Bounds) -> Tensor:
-        return weights[name].detach()[slices(region)]
-
-    write_hugging_face(folder, model.config, read, dtype)
 
 
 def logits_of(original: Any) -> Tensor:
