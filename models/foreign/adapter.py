@@ -12,15 +12,16 @@ Shapes: B batch, T sequence, D width, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..cache import KeyValueCache
-from ..decoder import DecoderModel, ParameterCounts, RowInitializer
+from ..decoder import ParameterCounts, RowInitializer
 from ..layers import LossFn
 from ..stages import Stage
+from .base import TransformersBase, TransformersSettings
 from .blocks import make_runnable
 from .buffers import buffer_dtypes, compute_buffers, float32_names
 from .build import build_causal_lm
@@ -29,24 +30,15 @@ from .counts import count_parameters, matmul_flops_per_token
 from .head import TransformersHead, find_form
 from .initial import RecordedInitialization
 
-if TYPE_CHECKING:
-    from .config import TransformersConfig
 
-
-class TransformersModel(DecoderModel):
+class TransformersModel(TransformersBase):
     """A model of transformers."""
 
-    hf: Any
-    """The model of transformers, with a head of this project."""
-    decoder: Any
-    """The module of it that has the blocks, whose forward is called; not a child of this module."""
     children_of_decoder: dict[str, str]
     """Name of a child here → its name in the decoder."""
-    hugging_face_names: dict[str, str]
-    """Name of a parameter or buffer here → its name in the model of transformers."""
     swaps_blocks = True
 
-    def __init__(self, config: "TransformersConfig") -> None:
+    def __init__(self, config: TransformersSettings) -> None:
         super().__init__()
         self.config = config
         hf = build_causal_lm(config)
@@ -74,7 +66,7 @@ class TransformersModel(DecoderModel):
         self.parts = parts.names_of_block_parts
         self.hugging_face_names = _names_in(self, hf)
         self.float32_modules = float32_names(self, hf)
-        check_parts(self, hf)
+        check_parts(self, self.children_of_decoder, hf)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Show the decoder what a strategy sets in place of a child."""

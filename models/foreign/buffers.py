@@ -10,18 +10,16 @@ classes choose. So the dtypes are read from a second model on the meta device.
 
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .base import TransformersBase
 from .build import build_causal_lm
 
-if TYPE_CHECKING:
-    from .adapter import TransformersModel
 
-
-def modules_with_buffers(model: "TransformersModel") -> list[nn.Module]:
+def modules_with_buffers(model: TransformersBase) -> list[nn.Module]:
     """Modules that own buffers, the decoder included."""
     modules = [*model.modules(), model.decoder]
     return [
@@ -47,7 +45,7 @@ def initializers_of(hf: nn.Module) -> dict[nn.Module, Callable[[nn.Module], None
 
 
 @torch.no_grad()
-def compute_buffers(model: "TransformersModel", device: torch.device) -> None:
+def compute_buffers(model: TransformersBase, device: torch.device) -> None:
     """Allocate all buffers on a device and compute their values."""
     initializers = initializers_of(model.hf)
     for param in model.parameters():
@@ -60,12 +58,9 @@ def compute_buffers(model: "TransformersModel", device: torch.device) -> None:
 
 
 def buffer_dtypes(
-    model: "TransformersModel", param_dtype: torch.dtype
+    model: TransformersBase, param_dtype: torch.dtype
 ) -> dict[tuple[nn.Module, str], torch.dtype]:
     """(module, name of a buffer) → its dtype in a model of ``param_dtype``."""
-    from .config import TransformersConfig
-
-    assert isinstance(model.config, TransformersConfig)
     if param_dtype is torch.float32:
         return {}
     with torch.device("meta"):
@@ -87,7 +82,7 @@ def buffer_dtypes(
 
 
 def undefined_buffers(
-    model: "TransformersModel", initialized: Sequence[Tensor]
+    model: TransformersBase, initialized: Sequence[Tensor]
 ) -> list[str]:
     """Names of buffers that an initialization did not write."""
     ids = {id(buffer) for buffer in initialized}

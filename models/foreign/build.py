@@ -1,19 +1,17 @@
 """Construction of a model by transformers' own classes."""
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .architecture import transformers_config
+from .base import TransformersSettings
 from .json_text import one_line
-
-if TYPE_CHECKING:
-    from .config import TransformersConfig
 
 
 def build_causal_lm(
-    config: "TransformersConfig", dtype: torch.dtype = torch.float32
+    config: TransformersSettings, dtype: torch.dtype = torch.float32
 ) -> Any:
     """Construct the model on the current default device.
 
@@ -26,8 +24,7 @@ def build_causal_lm(
     Raises:
         ValueError: if transformers cannot build it.
     """
-    assert config.config is not None, "the configuration was not checked"
-    settings = transformers_config(config.config, config.layers)
+    settings = transformers_config(config.text, config.layers)
     # transformers reads it once, when it loads a family's file
     os.environ.setdefault("USE_HUB_KERNELS", "NO")
     from transformers import AutoModelForCausalLM

@@ -4,18 +4,15 @@ Silent errors exist: a logit scale that a loss ignores, parameters that nothing 
 module whose parameters no strategy sees. Each is found here, and named in one sentence.
 """
 
-import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from .base import TransformersBase, TransformersSettings
 from .buffers import undefined_buffers
-
-if TYPE_CHECKING:
-    from .adapter import TransformersModel
-    from .config import TransformersConfig
 
 FINAL_NORMS = ("norm", "norm_f", "ln_f", "final_layer_norm", "final_layernorm")
 RESERVED = frozenset({"hf", "decoder", "config", "context", "lm_head"})
@@ -83,14 +80,21 @@ def find_parts(hf: Any) -> Parts:
     )
 
 
-def check_parts(model: "TransformersModel", hf: Any) -> None:
+def check_parts(
+    model: TransformersBase, children_of_decoder: Mapping[str, str], hf: Any
+) -> None:
     """Check that the adapter has every parameter of the model.
+
+    Args:
+        model: the adapter.
+        children_of_decoder: names of its children that are the decoder's.
+        hf: the model of transformers.
 
     Raises:
         ValueError: naming one that it lacks.
     """
     name = type(hf).__name__
-    clash = RESERVED & model.children_of_decoder.keys()
+    clash = RESERVED & children_of_decoder.keys()
     own = {id(param) for param in model.parameters()}
     others = [path for path, param in hf.named_parameters() if id(param) not in own]
     if model.decoder._parameters or others or clash:
@@ -100,7 +104,7 @@ def check_parts(model: "TransformersModel", hf: Any) -> None:
         )
 
 
-def check_model(config: "TransformersConfig") -> None:
+def check_model(config: TransformersSettings) -> None:
     """Build a model on the meta device and check it.
 
     Raises:
@@ -140,18 +144,20 @@ class Facts:
     """Rows of lookup tables that are zero and do not train."""
 
 
-def find_facts(config: "TransformersConfig") -> Facts:
+def find_facts(config: TransformersSettings) -> Facts:
     """Build a model on the meta device and look at it; once for each configuration."""
-    assert config.config is not None
-    return _find_facts(config.config, config.layers)
+    key = (config.text, config.layers)
+    if key not in _FACTS:
+        _FACTS[key] = _find_facts(config)
+    return _FACTS[key]
 
 
-@functools.lru_cache(maxsize=16)
-def _find_facts(text: str, layers: int | None) -> Facts:
-    from .config import TransformersConfig
+_FACTS: dict[tuple[str, int | None], Facts] = {}
 
+
+def _find_facts(config: TransformersSettings) -> Facts:
     with torch.device("meta"):
-        model = TransformersConfig(config=text, layers=layers).build()
+        model = config.build()
     initialization = model.initialization()
     dropouts = [
         module.p

@@ -15,13 +15,14 @@ from typing import Any, ClassVar
 
 from ..capabilities import ModelCapabilities
 from ..checks import MOST_LAYERS, at_least, check_bounds
-from ..config import ModelConfig, ReadJSON
+from ..config import ReadJSON
 from .architecture import Architecture, read_architecture
+from .base import TransformersSettings
 from .json_text import config_text
 
 
 @dataclass
-class TransformersConfig(ModelConfig):
+class TransformersConfig(TransformersSettings):
     """A model of transformers."""
 
     family: ClassVar[str] = "transformers"

@@ -10,22 +10,20 @@ FLOPs of forward and backward per token:
 Blocks without softmax attention are counted with it where ``layer_types`` does not say so.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from ..decoder import ParameterCounts
 from ..layers import matmul_flops
 from .architecture import transformers_config
-
-if TYPE_CHECKING:
-    from .adapter import TransformersModel
+from .base import TransformersBase
 
 WITHOUT_SOFTMAX = ("linear", "mamba", "conv", "recurrent", "lightning")
 """Parts of names in ``layer_types``."""
 
 
-def count_parameters(model: "TransformersModel") -> ParameterCounts:
+def count_parameters(model: TransformersBase) -> ParameterCounts:
     """Count parameters by purpose."""
     share = expert_share(_settings(model))
     total = sum(param.numel() for param in model.parameters())
@@ -46,7 +44,7 @@ def count_parameters(model: "TransformersModel") -> ParameterCounts:
     )
 
 
-def matmul_flops_per_token(model: "TransformersModel", seq_len: int) -> float:
+def matmul_flops_per_token(model: TransformersBase, seq_len: int) -> float:
     """FLOPs of forward and backward per token."""
     settings = _settings(model)
     share = expert_share(settings)
@@ -118,9 +116,5 @@ def _number(settings: Any, *keys: str) -> int | None:
     return None
 
 
-def _settings(model: "TransformersModel") -> Any:
-    from .config import TransformersConfig
-
-    assert isinstance(model.config, TransformersConfig)
-    assert model.config.config is not None
-    return transformers_config(model.config.config, model.config.layers)
+def _settings(model: TransformersBase) -> Any:
+    return transformers_config(model.config.text, model.config.layers)

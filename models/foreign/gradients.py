@@ -4,33 +4,30 @@ Some families have parameters that no loss reaches: those of an indexer that cho
 routing. FSDP and one process leave them alone, and DDP waits for them.
 """
 
-import functools
-from typing import TYPE_CHECKING
-
 import torch
 
-if TYPE_CHECKING:
-    from .config import TransformersConfig
+from .base import TransformersSettings
+from .build import build_causal_lm
 
 TOKENS = 8
 MOST_REAL = 2**24
 """Parameters of the largest model that is run with values, where fake tensors do not do."""
 
 
-def parameters_without_gradients(config: "TransformersConfig") -> list[str] | None:
+def parameters_without_gradients(config: TransformersSettings) -> list[str] | None:
     """Names of parameters without a gradient; None if the model does not run on fake tensors."""
-    assert config.config is not None
-    return _find(config.config, config.layers)
+    key = (config.text, config.layers)
+    if key not in _NAMES:
+        _NAMES[key] = _find(config)
+    return _NAMES[key]
 
 
-@functools.lru_cache(maxsize=4)
-def _find(text: str, layers: int | None) -> list[str] | None:
+_NAMES: dict[tuple[str, int | None], list[str] | None] = {}
+
+
+def _find(config: TransformersSettings) -> list[str] | None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from .build import build_causal_lm
-    from .config import TransformersConfig
-
-    config = TransformersConfig(config=text, layers=layers)
     try:
         # experts have a kernel for fake tensors in bf16 only
         with FakeTensorMode(), torch.device("cpu"):
