@@ -132,10 +132,10 @@ def _backward(
             loss = _loss(config, model.logits(tokens_BT), labels_BT)
             mean = loss * torch.tensor(1 / valid, dtype=loss.dtype)
             if model.balance is None:
-                mean.backward()  # type: ignore[no-untyped-call]
+                mean.backward()
             else:
                 with model.balance.gradients(loss.dtype):
-                    mean.backward()  # type: ignore[no-untyped-call]
+                    mean.backward()
             loss_sum += loss.item()
             _add(of_rank, model.take_gradients())
         if exact:

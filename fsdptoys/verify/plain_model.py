@@ -41,6 +41,7 @@ class PlainModel:
     def __init__(
         self, config: Config, device: torch.device, dtype: torch.dtype
     ) -> None:
+        self.module: Any
         described, self.module, names = _construct(config, dtype)
         self._names = names
         self._params = {

@@ -9,7 +9,7 @@ from rich.console import Console
 
 import fsdptoys
 from fsdptoys.report.html_page import render_page
-from fsdptoys.report.page_parts import HtmlCell, Section, render
+from fsdptoys.report.page_parts import CellRows, HtmlCell, Section, render
 from fsdptoys.report.page_parts import table as html_table
 from fsdptoys.utils.tables import markdown_table, print_grid
 from fsdptoys.utils.text import counted
@@ -130,7 +130,7 @@ def to_markdown(report: Report, command: str) -> str:
 def to_html(report: Report, command: str) -> str:
     """Return a self-contained page."""
     marks = {Outcome.differs: "warn", Outcome.failed: "warn", Outcome.refused: "quiet"}
-    rows = [
+    rows: CellRows = [
         [
             *_cells(result)[:-1],
             HtmlCell(result.verdict.text, mark=marks.get(result.verdict.outcome, "")),
