@@ -114,7 +114,10 @@ def page(results: dict[str, dict[str, Any]], command: str) -> str:
         }.items()
     )
     machine = next(
-        (result["description"][-1] for result in results.values() if result["rows"]), ""
+        sentence
+        for result in results.values()
+        for sentence in [*result.get("description", []), "torch unknown"]
+        if sentence.startswith("torch ")
     )
     return "\n".join(
         [
@@ -153,15 +156,15 @@ def main() -> int:
     results = {}
     with progress(len(forms) + len(families)), tempfile.TemporaryDirectory() as folder:
         for name, presets in forms.items():
-            with unit(name) as done:
+            with unit(name) as row:
                 result = verify(name, args.rows, args.ranks)
-                done.note = result["summary"]
+                row.note = result["summary"]
             results[", ".join(presets)] = result
         for name in families:
-            with unit(name) as done:
+            with unit(name) as row:
                 path = write_config(Path(folder, name), name)
                 result = verify(str(path), args.rows, args.ranks)
-                done.note = result["summary"]
+                row.note = result["summary"]
             results[f"transformers: {name}"] = result
     command = f"python {Path(__file__).relative_to(ROOT)} --rows {args.rows} --ranks {args.ranks}"
     args.out.write_text(page(results, command), encoding="utf-8")
