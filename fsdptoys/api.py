@@ -82,8 +82,11 @@ def compose(
     if isinstance(config, Mapping):
         settings = read_mapping(config, overrides)
     else:
-        is_path = isinstance(config, (str, os.PathLike))
-        files = [config] if is_path else config or []
+        files: Sequence[FilePath] = ()
+        if isinstance(config, (str, os.PathLike)):
+            files = [config]
+        elif config is not None:
+            files = config
         settings = read_settings([os.fspath(file) for file in files], overrides)
     with settings.name_origin():
         return compose_config(settings.overrides)

@@ -148,8 +148,9 @@ def _all_options(
                 }
             )
             for choice in (first, *names):
-                schema = schemas.get((section, choice)) or schema_name(section, choice)
-                of_choice = list_options(SCHEMAS[section][schema], section)
+                kind_name = schemas.get((section, choice))
+                kind_name = kind_name or schema_name(section, choice)
+                of_choice = list_options(SCHEMAS[section][kind_name], section)
                 new = [key for key in of_choice if key not in options]
                 options |= {key: of_choice[key] for key in new}
                 needed |= {
