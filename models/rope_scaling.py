@@ -133,8 +133,8 @@ def rope_inv_freq(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
     if scaling.kind is RopeKind.linear:
         return inv_freq / scaling.factor
     if scaling.kind is RopeKind.yarn:
-        kept = _kept_share(head_dim, theta, scaling)
-        return 1.0 / (scaling.factor * pos_freq) * (1 - kept) + inv_freq * kept
+        share = _kept_share(head_dim, theta, scaling)
+        return 1.0 / (scaling.factor * pos_freq) * (1 - share) + inv_freq * share
     return _stretch_long_waves(inv_freq, scaling)
 
 

@@ -253,8 +253,8 @@ def _tensor(
                 "the name of a file in that folder"
             )
         first_byte, length = _integers((info.get("offset"), info.get("length")))
-        place = info["relative_path"], first_byte, length
-        chunks.append(StoredChunk(offsets, sizes, *place))
+        file = info["relative_path"]
+        chunks.append(StoredChunk(offsets, sizes, file, first_byte, length))
     tensor = DCPTensor(_text(dtype), shape, tuple(chunks))
     _check_tiling(name, tensor)
     return tensor
@@ -267,13 +267,13 @@ def _check_tiling(name: str, tensor: DCPTensor) -> None:
     count = sum(math.prod(chunk.sizes) for chunk in chunks)
     overlap = any(
         all(
-            max(mine, theirs) < min(mine + size, theirs + other_size)
-            for mine, size, theirs, other_size in zip(
+            max(offset, other_offset) < min(offset + size, other_offset + other_size)
+            for offset, size, other_offset, other_size in zip(
                 chunk.offsets, chunk.sizes, other.offsets, other.sizes, strict=True
             )
         )
-        for place, chunk in enumerate(chunks)
-        for other in _reachable(chunk, chunks[place + 1 :])
+        for index, chunk in enumerate(chunks)
+        for other in _reachable(chunk, chunks[index + 1 :])
     )
     if overlap or count != math.prod(tensor.shape):
         raise ValueError(f"the chunks of {short_text(name)} do not cover it once")

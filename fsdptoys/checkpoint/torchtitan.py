@@ -177,8 +177,8 @@ def _expert_tensors(
 ) -> Iterator[TitanTensor]:
     parts = ("gate", "up") if name.endswith("gate_up_proj") else ("down",)
     rows = shape[1] // len(parts)
-    for place, part in enumerate(parts):
-        region = ((0, shape[0]), (place * rows, (place + 1) * rows), (0, shape[2]))
+    for index, part in enumerate(parts):
+        region = ((0, shape[0]), (index * rows, (index + 1) * rows), (0, shape[2]))
         names = tuple(prefix + spelling for spelling in EXPERTS[part])
         yield TitanTensor(names, (shape[0], rows, shape[2]), name, region)
 
@@ -195,8 +195,8 @@ class TitanWeights:
         self.config = config
         self.folder = folder
         stored = folder.tensors
-        known = "tok_embeddings.weight"
-        self._prefix = "model." if f"model.{known}" in stored else ""
+        embedding = "tok_embeddings.weight"
+        self._prefix = "model." if f"model.{embedding}" in stored else ""
         owner = f"a {config.family} model as configured"
         self._tensors: dict[str, list[TitanTensor]] = {}
         placed = set()

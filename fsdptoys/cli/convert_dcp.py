@@ -42,22 +42,22 @@ def from_dcp(argv: Sequence[str]) -> tuple[ModelConfig, Path]:
     """Write a folder in Hugging Face format; return its model and its path."""
     command = "convert from-dcp"
     paths, options = _split_arguments(command, argv, "DCP_DIR OUT_DIR")
-    words = [option for option in options if re.match(r"model[.=]", option)]
-    dtype = _read_settings(command, options, words, {"dtype": "float32"})["dtype"]
-    if words and not any(word.startswith("model=") for word in words):
+    overrides = [option for option in options if re.match(r"model[.=]", option)]
+    dtype = _read_settings(command, options, overrides, {"dtype": "float32"})["dtype"]
+    if overrides and not any(word.startswith("model=") for word in overrides):
         raise ConfigError(
-            f"{words[0]} changes a preset that is not named; write fsdptoys {command} "
-            f"{' '.join(paths)} model=llama3_8b {words[0]}"
+            f"{overrides[0]} changes a preset that is not named; write fsdptoys {command} "
+            f"{' '.join(paths)} model=llama3_8b {overrides[0]}"
         )
     out_dir = Path(paths[1]).expanduser()
     check_new_folder(out_dir)
     folder = DCPFolder(paths[0])
-    config = compose_config(words).model if words else _find_model(folder)
+    config = compose_config(overrides).model if overrides else _find_model(folder)
     weights = TitanWeights(folder, config)
     verify_checksums(folder.path)
     weights.check_values()
-    written = write_hugging_face(out_dir, config, weights.read, DTYPES[dtype])
-    _print_written(out_dir, written, dtype)
+    summary = write_hugging_face(out_dir, config, weights.read, DTYPES[dtype])
+    _print_written(out_dir, summary, dtype)
     assert isinstance(config, RotaryConfig)
     scaling = config.rope_scaling
     scaled = (
@@ -113,13 +113,16 @@ def _split_arguments(
 
 
 def _read_settings(
-    command: str, options: Sequence[str], words: Sequence[str], defaults: dict[str, str]
+    command: str,
+    options: Sequence[str],
+    overrides: Sequence[str],
+    defaults: dict[str, str],
 ) -> dict[str, str]:
-    """Return the settings of a command; ``words`` are those of the model."""
+    """Return the settings of a command; ``overrides`` are those of the model."""
     choices = {"dtype": tuple(DTYPES), "names": VERSIONS}
     settings = dict(defaults)
     for option in options:
-        if option in words:
+        if option in overrides:
             continue
         key, _, value = option.partition("=")
         if key not in defaults:
@@ -137,13 +140,13 @@ def _read_settings(
     return settings
 
 
-def _print_written(out_dir: Path, written: Written, dtype: str) -> None:
-    files = written.files[0]
-    if len(written.files) > 1:
-        files = f"{len(written.files)} files"
+def _print_written(out_dir: Path, summary: Written, dtype: str) -> None:
+    files = summary.files[0]
+    if len(summary.files) > 1:
+        files = f"{len(summary.files)} files"
     print(
-        f"wrote {out_dir}: {files} with {written.parameters:,} parameters in {dtype}, "
-        f"{written.tensor_bytes:,} bytes"
+        f"wrote {out_dir}: {files} with {summary.parameters:,} parameters in {dtype}, "
+        f"{summary.tensor_bytes:,} bytes"
     )
 
 
@@ -170,10 +173,12 @@ def _find_model(folder: DCPFolder) -> ModelConfig:
     family = "llama_debug"
     if any(name.endswith("attention.q_norm.weight") for name in folder.tensors):
         family = "qwen3_debug"
-    words = " ".join(f"model.{key}={value_text(size)}" for key, size in sizes.items())
+    overrides = " ".join(
+        f"model.{key}={value_text(size)}" for key, size in sizes.items()
+    )
     raise ConfigError(
         f"{folder.path} has the shapes of no preset; write the model after the folders, as "
-        f"model={family} {words} model.n_heads=N model.n_kv_heads=N"
+        f"model={family} {overrides} model.n_heads=N model.n_kv_heads=N"
     )
 
 

@@ -23,10 +23,10 @@ from tests.checkpoint.titan_folders import (
     QWEN3,
     SIZES,
     TIED,
+    overrides_of,
     refusal,
     save_alone,
     titan_state,
-    words,
 )
 from tests.harness.folders import load
 from tests.harness.ranks import run_ranks
@@ -95,7 +95,7 @@ def test_checkpoints_of_torchtitan_keep_their_function(
     arguments = tmp_path / "step-3", config, version, fused
     logits = run_ranks(2, save_titan, *arguments)[0]
     paths = [str(tmp_path / "step-3"), str(tmp_path / "hf")]
-    assert convert_command(["from-dcp", *paths, *words(config)]) == 0
+    assert convert_command(["from-dcp", *paths, *overrides_of(config)]) == 0
     model = load(tmp_path / "hf")
     assert not differences(config, model.config)
     torch.testing.assert_close(
@@ -119,7 +119,7 @@ def test_torchtitan_loads_what_is_written(
     expected = load(tmp_path / "hf")(TOKENS_BT)
     torch.testing.assert_close(torch.from_numpy(logits), expected, rtol=1e-5, atol=1e-5)
     # and back
-    back = ["from-dcp", paths[1], str(tmp_path / "back"), *words(config)]
+    back = ["from-dcp", paths[1], str(tmp_path / "back"), *overrides_of(config)]
     assert convert_command(back) == 0
     files = [
         (tmp_path / name / "model.safetensors").read_bytes() for name in ("hf", "back")
@@ -187,7 +187,9 @@ def test_what_would_change_the_function_is_refused(tmp_path: Path) -> None:
     state = titan_state(MOE)
     state["layers.0.moe.expert_bias"][1] = 0.5
     folder = save_alone(tmp_path / "moe", state)
-    assert "expert_bias, which changes the choice" in refusal(folder, *words(MOE))
+    assert "expert_bias, which changes the choice" in refusal(
+        folder, *overrides_of(MOE)
+    )
     state = titan_state(QWEN3, "0.5")
     folder = save_alone(tmp_path / "head", state)
-    assert "set model.tie_embeddings=false" in refusal(folder, *words(TIED))
+    assert "set model.tie_embeddings=false" in refusal(folder, *overrides_of(TIED))

@@ -18,10 +18,10 @@ from fsdptoys.checkpoint.dcp_metadata import DCPTensor, read_dcp_metadata
 from fsdptoys.errors import ConfigError
 from tests.checkpoint.titan_folders import (
     LLAMA,
+    overrides_of,
     refusal,
     save_alone,
     titan_state,
-    words,
 )
 
 
@@ -119,8 +119,8 @@ def add_tensor(metadata: Metadata) -> None:
     items: Any = metadata.state_dict_metadata
     items["layers.0.attention.wq.bias"] = items["norm.weight"]
     index = MetadataIndex("norm.weight", [0])
-    place = metadata.storage_data[index]
-    metadata.storage_data[MetadataIndex("layers.0.attention.wq.bias", [0])] = place
+    info = metadata.storage_data[index]
+    metadata.storage_data[MetadataIndex("layers.0.attention.wq.bias", [0])] = info
 
 
 def not_finite(folder: Path) -> None:
@@ -236,7 +236,7 @@ def test_damaged_and_hostile_folders_run_nothing(
     folder = save_alone(tmp_path / "step-3", titan_state(LLAMA))
     damage, message = DAMAGES[case]
     damage(folder)
-    assert re.search(message, refusal(folder, *words(LLAMA)))
+    assert re.search(message, refusal(folder, *overrides_of(LLAMA)))
     assert not (folder / "ran").exists() and not (tmp_path / "ran").exists()
 
 
@@ -248,14 +248,14 @@ def test_random_edits_of_metadata_are_refused_or_harmless(tmp_path: Path) -> Non
     for _ in range(150):
         edited = bytearray(content)
         for _ in range(draw.randint(1, 4)):
-            place = draw.randrange(len(edited))
+            index = draw.randrange(len(edited))
             kind = draw.randrange(3)
             if kind == 0:
-                edited[place] = draw.randrange(256)
+                edited[index] = draw.randrange(256)
             elif kind == 1:
-                del edited[place : place + draw.randint(1, 40)]
+                del edited[index : index + draw.randint(1, 40)]
             else:
-                edited[place:place] = edited[place : place + draw.randint(1, 40)]
+                edited[index:index] = edited[index : index + draw.randint(1, 40)]
         (folder / ".metadata").write_bytes(edited)
         try:
             tensors = read_dcp_metadata(folder)

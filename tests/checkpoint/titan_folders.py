@@ -41,7 +41,7 @@ MOE = Qwen3MoEConfig(
 )
 
 
-def words(config: RotaryConfig) -> list[str]:
+def overrides_of(config: RotaryConfig) -> list[str]:
     """The words that choose the model."""
     keys = (
         *("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size"),

@@ -46,19 +46,21 @@ def test_frequencies_have_the_bits_of_transformers(case: str, theta: float) -> N
     transformers = import_transformers()
     utils = import_transformers("transformers.modeling_rope_utils")
     section = SECTIONS[case]
-    theirs = transformers.LlamaConfig(
+    their_config = transformers.LlamaConfig(
         hidden_size=256,
         num_attention_heads=2,
         max_position_embeddings=4096,
         rope_parameters={"rope_theta": theta, **section},
     )
-    kind = theirs.rope_parameters["rope_type"]
+    kind = their_config.rope_parameters["rope_type"]
     scaling = read_scaling(section, 4096, "llama")
     inv_freq = rope_inv_freq(128, theta, scaling)
     if kind == "default":
         assert scaling == RopeScaling()
         return
-    expected, factor = utils.ROPE_INIT_FUNCTIONS[kind](theirs, torch.device("cpu"))
+    expected, factor = utils.ROPE_INIT_FUNCTIONS[kind](
+        their_config, torch.device("cpu")
+    )
     assert torch.equal(inv_freq, expected)
     assert scaling.table_factor == factor
 
