@@ -154,10 +154,12 @@ def _collect(
         waiting = [
             receiver for rank, receiver in enumerate(receivers) if rank not in results
         ]
-        for receiver in wait(waiting, beat):
-            rank = receivers.index(receiver)  # type: ignore[arg-type]
+        ready = wait(waiting, beat)
+        for rank, receiver in enumerate(receivers):
+            if receiver not in ready:
+                continue
             try:
-                succeeded, result = receiver.recv()  # type: ignore[union-attr]
+                succeeded, result = receiver.recv()
             except EOFError:
                 raise RuntimeError(f"rank {rank} died without a word") from None
             if not succeeded:
