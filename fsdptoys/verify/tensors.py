@@ -25,18 +25,17 @@ def gradients(trainer: Trainer) -> Iterator[NamedTensors]:
         with FullyShardedDataParallel.summon_full_params(
             model, with_grads=True, writeback=False
         ):
-            grads = {
-                name.replace(WRAPPED, ""): param.grad
+            yield [
+                (name.replace(WRAPPED, ""), param.grad)
                 for name, param in model.named_parameters()
-            }
-            yield [(name, grad) for name, grad in grads.items() if grad is not None]
+                if param.grad is not None
+            ]
     else:
         strategy = trainer.strategy
-        grads = [(name, param.grad) for name, param in strategy.named_parameters()]
         yield [
-            (name, strategy.spread(name, grad))
-            for name, grad in grads
-            if grad is not None
+            (name, strategy.spread(name, param.grad))
+            for name, param in strategy.named_parameters()
+            if param.grad is not None
         ]
 
 

@@ -55,11 +55,10 @@ class Recorder:
         self._trainer = trainer
         self._reference = reference
         self._measure = Measure(reference, trainer.world.device.torch_device)
-        self._stepper: Any = trainer.stepper
-        self._clip = self._stepper.clip
-        self._step = self._stepper.step
-        self._stepper.clip = self._clip_compared
-        self._stepper.step = self._step_compared
+        stepper = trainer.stepper
+        self._clip: Any = stepper.clip
+        self._step: Any = stepper.step
+        vars(stepper).update(clip=self._clip_compared, step=self._step_compared)
         if not trainer.config.checkpoint.resumes:
             self._add(0, "initial value of", parameters(trainer))
         self._add_buffers(0)
@@ -82,7 +81,10 @@ class Recorder:
         self._step(*args)
         # Waiting for deferred updates would hide one that comes too late.
         step = self._trainer.steps_done + 1
-        if not self._stepper.unit_by_unit and step < self._trainer.config.train.steps:
+        if (
+            not self._trainer.stepper.unit_by_unit
+            and step < self._trainer.config.train.steps
+        ):
             self._add(step, "parameter", parameters(self._trainer))
 
     def finish(self) -> Figures | None:
