@@ -9,6 +9,8 @@ import copy
 import dataclasses
 from collections.abc import Sequence
 
+import torch
+
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware
 from fsdptoys.errors import ConfigError
@@ -62,6 +64,8 @@ def full_replays(
 
 def trace_run(config: Config, hardware: Hardware) -> Trace:
     """Trace two steps of a run, in a process that traces."""
+    with torch.device("meta"):
+        config.model.build()  # imports packages with operators that a trace replaces
     return record(
         trainer_program(config, hardware),
         attention=attention_of(config, hardware),

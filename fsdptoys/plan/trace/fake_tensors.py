@@ -6,7 +6,6 @@ module's parameters. PyTorch has no public API for any of it; tested with torch 
 """
 
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -26,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.nn.parallel import distributed as ddp
 
+from fsdptoys.models.foreign import adapter
 from fsdptoys.parallel import device_mesh
 
 from .fake_device import MODULE, replaced
@@ -232,10 +232,8 @@ def fake_tensors(device_type: str) -> Iterator[None]:
             (device_mesh, "tensor_axis_first"),
         )
     ]
-    adapter = sys.modules.get("fsdptoys.models.foreign.adapter")
-    if adapter is not None:
-        # Compares values of its own
-        replacements.append((adapter, "find_form", _really(adapter.find_form)))
+    # Compares values of its own
+    replacements.append((adapter, "find_form", _really(adapter.find_form)))
     if device_type != "cpu":
         replacements += fsdp1_streams()
     if hasattr(_fsdp_param, "_chunk_with_empty"):

@@ -13,7 +13,6 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.loss.objective import IGNORE_INDEX
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.models import ModuleConfig
-from fsdptoys.optim import AdamWConfig, WeightDecayOn
 from fsdptoys.optim.config import set_schedule
 from fsdptoys.parallel import (
     DDPConfig,
@@ -237,13 +236,3 @@ def test_parameters_keep_the_names_of_the_module() -> None:
     assert list(dict(model.named_parameters())) == list(
         dict(Own(False, None).named_parameters())
     )
-
-
-def test_weight_decay_applies_as_configured() -> None:
-    """Oracle: the optimizer's groups have every parameter once."""
-    config = own_config(SingleConfig(), 1)
-    assert isinstance(config.optim, AdamWConfig)
-    assert config.optim.weight_decay_on is WeightDecayOn.all
-    groups = Trainer(config).optimizer.param_groups
-    sizes = [param.numel() for group in groups for param in group["params"]]
-    assert sum(sizes) == sum(param.numel() for param in Own(False, None).parameters())
