@@ -51,7 +51,7 @@ def numbers(version):
     return [int(part) for part in re.findall(r"\d+", version)[:3]]
 
 with open("pyproject.toml", encoding="utf-8") as file:
-    arrays = re.findall(r"^(?:dependencies|data|docs|generate|oracle|report|slurm|tensorboard|torchao|wandb|test) = \[(.*?)\]$", file.read(), re.S | re.M)
+    arrays = re.findall(r"^(?:dependencies|data|docs|generate|mlflow|oracle|report|slurm|tensorboard|torchao|wandb|test) = \[(.*?)\]$", file.read(), re.S | re.M)
 for name, floor in re.findall(r'"([\w.-]+)(?:>=([\d.]+))?"', "".join(arrays)):
     try:
         if numbers(metadata.version(name)) < numbers(floor):
