@@ -17,6 +17,10 @@ LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 MUTATES_SAVED = ("gpt_oss",)
 """Model types that write to the results of operators that selective checkpointing keeps."""
 
+DRAWS_EXPERTS = ("phimoe",)
+"""Model types with ``router_jitter_noise`` in what they compute: it bounds the experts among which
+training draws, and also masks others without training."""
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -81,6 +85,12 @@ def _read(text: str, layers: int | None) -> Any:
     if layers is not None:
         tree = _with_layers(tree, kind, layers)
     config = _construct(kind, tree)
+    if config.model_type in DRAWS_EXPERTS and config.router_jitter_noise != 0:
+        raise ValueError(
+            f"config.json says router_jitter_noise={config.router_jitter_noise}, by which a "
+            f"{config.model_type} model draws experts in training, others under each layout; set "
+            "it to 0 there, which makes it another model"
+        )
     for key, _ in _randomness(vars(config)):
         setattr(config, key, 0.0)
     _check_numbers(config)

@@ -239,7 +239,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "chunk_size": 16,
         "expand": 2,
     },
-    "phimoe": {**EXPERTS, "sliding_window": 8},
+    "phimoe": {**EXPERTS, "sliding_window": 8, "router_jitter_noise": 0.0},
     "dots1": {
         "n_routed_experts": 4,
         "n_shared_experts": 1,

@@ -60,6 +60,10 @@ HOSTILE: dict[str, tuple[str, str]] = {
         json.dumps(LLAMA | {"vocab_size": [1]}),
         "is not accepted by transformers' LlamaConfig",
     ),
+    "experts that are drawn": (
+        json.dumps({"model_type": "phimoe", "router_jitter_noise": 0.01}),
+        "draws experts in training",
+    ),
     "an unknown activation": (
         json.dumps(LLAMA | {"hidden_act": "__import__('os')"}),
         "transformers cannot build a model of type llama",
