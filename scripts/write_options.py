@@ -36,6 +36,7 @@ DEFAULTS_END = "_self_"
 
 SECTIONS_START = "# Sections of one shape, which no group replaces.\n"
 SECTIONS_END = "\n# Each rank composes"
+SECTION_KINDS = typing.get_type_hints(Config) | {"model": NativeConfig}
 
 HEAD = """\
 # Options
@@ -202,12 +203,6 @@ def first_sentence(group: str, choice: str) -> str:
     return comment.partition(". ")[0].rstrip(".") + "."
 
 
-def section_kinds() -> dict[str, Any]:
-    """Section → its dataclass; the families of models share ``NativeConfig``, but for those of
-    other libraries."""
-    return typing.get_type_hints(Config) | {"model": NativeConfig}
-
-
 def options_page() -> str:
     """``docs/options.md``."""
     lines = [
@@ -225,7 +220,7 @@ def options_page() -> str:
             f"{', '.join(f'`{name}`' for name in choices[group])} |"
         )
     lines += ["", "## Top level", "", *table(root_keys(), "")]
-    for section, kind in section_kinds().items():
+    for section, kind in SECTION_KINDS.items():
         if dataclasses.is_dataclass(kind):
             lines += section_lines(section, kind)
     lines += [
@@ -286,7 +281,7 @@ def help_keys() -> str:
     """The keys of ``fsdptoys train --help``."""
     lines = [help_line(key, "") for key in root_keys()]
     choices = list_choices()
-    for section, kind in section_kinds().items():
+    for section, kind in SECTION_KINDS.items():
         if not dataclasses.is_dataclass(kind):
             continue
         shared = list(keys_of(kind))
