@@ -63,14 +63,14 @@ class Own(nn.Module):
         )
         self.places = nn.Parameter(torch.randn(64, WIDTH))
         self.out = nn.Linear(WIDTH, 256, bias=False)
-        self.register_buffer("half", torch.full((1,), 0.5), persistent=False)
+        self.register_buffer("factor", torch.full((1,), 0.5), persistent=False)
         if tied:
             self.out.weight = self.parts["table"].weight
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Return logits."""
         x_BTD = self.parts["table"](tokens_BT)
-        x_BTD = x_BTD + self.places[: tokens_BT.shape[1]] * self.half
+        x_BTD = x_BTD + self.places[: tokens_BT.shape[1]] * self.factor
         for block in self.parts["stack"]:
             x_BTD = block(x_BTD)
         logits_BTV: Tensor = self.out(self.parts["last"](x_BTD))
