@@ -31,7 +31,7 @@ from torch import Tensor
 from fsdptoys.errors import ConfigError
 from fsdptoys.loss.objective import IGNORE_INDEX
 from fsdptoys.models.block_attention import Block, GradientsOfBlocks
-from fsdptoys.models.decoder import DecoderModel
+from fsdptoys.models.decoder import NativeModel
 from fsdptoys.models.moe import Experts, Router
 from fsdptoys.models.rotary import RotaryModel
 from fsdptoys.parallel import gathered
@@ -115,10 +115,10 @@ def drop_partial_sums() -> Any:
 
 def shift_labels_after_the_cut() -> Any:
     """The last token of each rank's part has no label."""
-    forward = DecoderModel.forward
+    forward = NativeModel.forward
 
     def without_last_labels(
-        self: DecoderModel, tokens: Tensor, labels: Tensor | None = None, *args: Any
+        self: NativeModel, tokens: Tensor, labels: Tensor | None = None, *args: Any
     ) -> Tensor:
         if labels is not None and self.context.ranks > 1:
             size = labels.shape[1] // self.context.ranks
@@ -126,7 +126,7 @@ def shift_labels_after_the_cut() -> Any:
             labels[:, size - 1 :: size] = IGNORE_INDEX
         return forward(self, tokens, labels, *args)
 
-    return mock.patch.object(DecoderModel, "forward", without_last_labels)
+    return mock.patch.object(NativeModel, "forward", without_last_labels)
 
 
 def count_replicas_in_the_norm() -> Any:
