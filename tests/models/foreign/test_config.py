@@ -95,7 +95,7 @@ def test_a_missing_folder_and_a_missing_path_are_named(tmp_path: Path) -> None:
     """Oracle: the sentences."""
     with pytest.raises(ConfigError, match=r"set model\.path=FOLDER"):
         compose_config(["model=transformers"])
-    with pytest.raises(ConfigError, match="has no config.json"):
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
         compose(tmp_path / "nowhere")
 
 
