@@ -66,6 +66,12 @@ class ModuleModel(DecoderModel):
         blocks = config.blocks(module)
         head = config.head(module)
         for table in ("_modules", "_parameters", "_buffers"):
+            for name in module.__dict__[table]:
+                if name != "layers" and hasattr(ModuleModel, name):
+                    raise ValueError(
+                        f"{type(module).__name__}.{name} has the name of an attribute of "
+                        "DecoderModel; rename it"
+                    )
             self.__dict__[table] = module.__dict__[table]
         self.__dict__["module"] = module
         names = {id(part): name for name, part in module.named_modules()}

@@ -81,11 +81,3 @@ def test_a_search_is_refused() -> None:
     hardware = load_hardware("h100")
     with pytest.raises(ConfigError, match="compare single settings"):
         search(config, [], hardware, 2, 1e9, lambda _: pytest.fail("predicted"))
-
-
-@pytest.mark.parametrize("family", ["minimax"])
-def test_a_model_that_reads_values_is_refused_by_name(family: str) -> None:
-    """Oracle: the words of the sentence."""
-    config = run_config(tiny_model(family))
-    with pytest.raises(ConfigError, match=f"model={family} cannot be traced"):
-        predict(config, load_hardware("h100"), 2)

@@ -54,7 +54,7 @@ class Own(nn.Module):
         super().__init__()
         self.config = "its own"
         self.cap = cap
-        self.parts = nn.ModuleDict(
+        self.trunk = nn.ModuleDict(
             {
                 "table": nn.Embedding(256, WIDTH),
                 "stack": nn.ModuleList(Block() for _ in range(3)),
@@ -65,15 +65,15 @@ class Own(nn.Module):
         self.out = nn.Linear(WIDTH, 256, bias=False)
         self.register_buffer("factor", torch.full((1,), 0.5), persistent=False)
         if tied:
-            self.out.weight = self.parts["table"].weight
+            self.out.weight = self.trunk["table"].weight
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Return logits."""
-        x_BTD = self.parts["table"](tokens_BT)
+        x_BTD = self.trunk["table"](tokens_BT)
         x_BTD = x_BTD + self.places[: tokens_BT.shape[1]] * self.factor
-        for block in self.parts["stack"]:
+        for block in self.trunk["stack"]:
             x_BTD = block(x_BTD)
-        logits_BTV: Tensor = self.out(self.parts["last"](x_BTD))
+        logits_BTV: Tensor = self.out(self.trunk["last"](x_BTD))
         return logits_BTV if self.cap is None else logits_BTV.clamp(max=self.cap)
 
 
@@ -196,9 +196,20 @@ class Loose(OwnConfig):
         return own
 
 
+class Clashing(OwnConfig):
+    """Has a part with a name of this project's models."""
+
+    def build(self) -> nn.Module:
+        """Return a module with a fault."""
+        own = Own(False, None)
+        own.context = nn.Linear(2, 2)
+        return own
+
+
 @pytest.mark.parametrize(
     ("model", "phrase"),
     [
+        (Clashing(), "rename it"),
         (OwnConfig(vocab_size=300), "shape"),
         (OwnConfig(cap=0.3), "leave out OwnConfig.head"),
         (NoModule(), "must return an nn.Module"),
