@@ -138,6 +138,25 @@ class ModelConfig(ABC):
             "router_z_loss_coef",
         )
 
+    def with_layers(self, count: int) -> "ModelConfig":
+        """Return the settings of a model with another number of blocks."""
+        return self.with_settings(n_layers=count)
+
+    def sequence_obstacle(self) -> str | None:
+        """Why ranks cannot share its sequences, nor documents be kept apart, as a clause; None if
+        they can."""
+        return None
+
+    @property
+    def attends_plainly(self) -> bool:
+        """Whether all its attention is one that a ring of ranks computes."""
+        return True
+
+    @property
+    def shared_heads(self) -> int:
+        """Query heads that ranks may share, which the number of ranks must divide."""
+        return self.n_heads
+
     @abstractmethod
     def build(self) -> Any:
         """Construct the family's ``DecoderModel`` on the current default device (use
