@@ -52,6 +52,95 @@ MODELS.exclude(
     "model.capabilities.masks_documents=false",
     says="data.mask_documents=true is not built for {model}; set data.mask_documents=false",
 )
+
+
+def _model_name(config: Sections) -> str:
+    """The model as a message names it."""
+    name = config.model.name or config.model.family
+    kind = getattr(config.model, "model_type", None)
+    return f"model={name}" if kind is None else f"model={name} ({kind})"
+
+
+@MODELS.rule("mesh.cp_size", "model.capabilities.shares_sequences=true")
+def model_shares_sequences(config: Sections, where: Where) -> str | None:
+    """All that mixes tokens must be an attention that ranks can share."""
+    obstacle = config.model.sequence_obstacle()
+    if obstacle is None:
+        return None
+    return (
+        f"mesh.cp_size={config.mesh.cp_size} shares sequences among ranks, which "
+        f"{_model_name(config)} does not allow: {obstacle}; set mesh.cp_size=1"
+    )
+
+
+@MODELS.rule("data.mask_documents=true", "model.capabilities.masks_documents=true")
+def model_keeps_documents_apart(config: Sections, where: Where) -> str | None:
+    """All that mixes tokens must be an attention that takes a mask."""
+    obstacle = config.model.sequence_obstacle()
+    if obstacle is None:
+        return None
+    return (
+        "data.mask_documents=true keeps documents apart, which "
+        f"{_model_name(config)} does not allow: {obstacle}; set data.mask_documents=false"
+    )
+
+
+MODELS.exclude(
+    "mesh.cp_size",
+    "parallel.context=ring",
+    "model.attends_plainly=false",
+    says="parallel.context=ring computes causal attention alone, and {model} has windows, caps, "
+    "sinks or values of another width; set parallel.context=gathered",
+)
+
+
+@MODELS.rule("mesh.cp_size", "parallel.context=ulysses")
+def ulysses_divides_heads_of_all_layers(config: Sections, where: Where) -> str | None:
+    """Layers may have different numbers of heads."""
+    ranks = config.mesh.cp_size
+    shared = config.model.shared_heads
+    heads = config.model.n_heads
+    if shared % ranks == 0 or heads % ranks or shared == heads:
+        return None
+    return (
+        f"parallel.context=ulysses shares heads among mesh.cp_size={ranks} ranks, and "
+        f"{_model_name(config)} has layers with numbers of heads that this does not divide; set "
+        "parallel.context=gathered"
+    )
+
+
+MODELS.exclude(
+    "mesh.cp_size",
+    "train.compile=true",
+    "model.capabilities.own_kernels=false",
+    says="train.compile=true is not built for {model} with {mesh.cp_size}; set "
+    "train.compile=false or mesh.cp_size=1",
+)
+MODELS.exclude(
+    "data.mask_documents=true",
+    "train.compile=true",
+    "model.capabilities.own_kernels=false",
+    says="train.compile=true is not built for {model} with data.mask_documents=true; set "
+    "train.compile=false or data.mask_documents=false",
+)
+MODELS.exclude(
+    "memory.chunk_loss=true",
+    "model.capabilities.chunked_loss=false",
+    says="memory.chunk_loss=true needs the head of {model}, which it does not name; define the "
+    "method head of its configuration, or set memory.chunk_loss=false",
+)
+MODELS.exclude(
+    "memory.gradient_checkpointing!=none",
+    "model.capabilities.has_blocks=false",
+    says="{memory.gradient_checkpointing} recomputes blocks, which {model} does not have; define "
+    "the method blocks of its configuration, or set memory.gradient_checkpointing=none",
+)
+MODELS.exclude(
+    "train.compile=true",
+    "model.capabilities.has_blocks=false",
+    says="train.compile=true compiles blocks, which {model} does not have; define the method "
+    "blocks of its configuration, or set train.compile=false",
+)
 MODELS.exclude(
     "parallel.buffer_dtype!=float32",
     "model.capabilities.buffer_dtype=false",

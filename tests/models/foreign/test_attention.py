@@ -264,6 +264,12 @@ def test_a_ring_refuses_windows() -> None:
         foreign_config(tiny_model("gemma3_text"), ring, cp_size=2)
 
 
+def test_compiled_blocks_are_refused_where_ranks_share_sequences() -> None:
+    """Oracle: the words of the sentence."""
+    with pytest.raises(ConfigError, match=r"train\.compile=false or mesh\.cp_size=1"):
+        foreign_config(tiny_model("llama"), FSDP2Config(), cp_size=2, compile=True)
+
+
 def causal_mask() -> Any:
     from transformers.masking_utils import causal_mask_function
 
