@@ -62,7 +62,7 @@ def _check(
         if name not in name_list.classes:
             raise ConfigError(
                 f"{name_list.section}.{name} has options, and nothing is registered as {name}; "
-                f"leave it out, or add --import with what registers {name}"
+                f"leave it out, or add the --import of the code that registers {name}"
             )
         if name in names:
             continue

@@ -84,7 +84,8 @@ def find_fix(
             needed.get(overrides.partition("=")[0], "") + overrides, reason, "write"
         )
     below = next((key for key in options if key.startswith(f"{name}.")), None)
-    if name not in choices and below is not None:
+    is_key = any(key.rpartition(".")[2] == name for key in options)
+    if name not in choices and below is not None and not is_key:
         is_flag = options[below].annotation is bool
         return Fix(assign(below) if is_flag else example(below, options[below]))
     candidates = [*(key for key in options if key not in needed), *choices]

@@ -39,7 +39,7 @@ def _fix(
         corrected = ",".join(near if name == unknown else name for name in names)
         return f"did you mean {key}=[{corrected}]?"
     others = ",".join(name for name in names if name != unknown)
-    return f"set {key}=[{others}], or add --import with what registers {unknown}"
+    return f"set {key}=[{others}], or add the --import of the code that registers {unknown}"
 
 
 def _none_of(all_names: Collection[str]) -> str:

@@ -21,6 +21,9 @@ DRAWS_EXPERTS = ("phimoe",)
 """Model types with ``router_jitter_noise`` in what they compute: it bounds the experts among which
 training draws, and also masks others without training."""
 
+SPECIAL_FLOAT = "__float__"
+"""Key of an object that stands for an infinity or NaN."""
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -153,13 +156,24 @@ def _construct(kind: Any, tree: dict[str, Any]) -> Any:
 
     logging.set_verbosity_error()
     try:
-        return kind.from_dict(copy.deepcopy(tree))
+        return kind.from_dict(_with_special_floats(tree))
     except Exception as mistake:  # of any kind, as content and classes are foreign
         raise ValueError(
             f"config.json is not accepted by transformers' {kind.__name__} "
             f"({type(mistake).__name__}: {one_line(mistake)}); use the file that came with the "
             "model"
         ) from mistake
+
+
+def _with_special_floats(value: Any) -> Any:
+    """Return a copy with the numbers that JSON lacks, which transformers writes as objects."""
+    if isinstance(value, list):
+        return [_with_special_floats(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {SPECIAL_FLOAT}:
+        return float(value[SPECIAL_FLOAT])
+    return {key: _with_special_floats(item) for key, item in value.items()}
 
 
 def _with_layers(tree: dict[str, Any], kind: Any, layers: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import yaml
 
 from fsdptoys.cli.main import main
 from fsdptoys.config.choices import CONFIGS, list_choices
-from fsdptoys.config.compose import compose_config
+from fsdptoys.config.compose import compose_config, list_presets
 from fsdptoys.config.json_schema import file_schema
 from fsdptoys.utils.foreign import parse_yaml
 from tests.harness.levels import by_level
@@ -116,7 +116,9 @@ def validator() -> Any:
 
 
 CHOICES = [
-    f"{group}={name}" for group in list_choices() for name in list_choices()[group]
+    f"{group}={name}"
+    for group, names in list_choices().items()
+    for name in (list_presets() if group == "model" else names)
 ]
 SHORT = ("model=qwen3_moe_debug", "parallel=toy_fsdp", "data=chat", "tune=lora")
 

@@ -174,6 +174,8 @@ def check(overrides: list[str]) -> None:
     is_unread = any(text in sentence for text in UNREAD)
     if not is_unread or HELP in sentence or sentence.endswith(", leave it out"):
         return
+    if "have an option, write --" in sentence:  # of the command, and no setting
+        return
     lines = corrected(Row("", shlex.join(overrides), sentence, ranks=2))
     assert lines, sentence
     opposites = OPPOSITES.get(SWITCHES.get(overrides[-1].partition("=")[2], ""), ())

@@ -11,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from fsdptoys.cli.main import main
 from fsdptoys.cli.sweep import read_arguments
 from fsdptoys.config.choices import list_choices, schema_name
-from fsdptoys.config.compose import compose_config
+from fsdptoys.config.compose import compose_config, list_presets
 from fsdptoys.config.schema import SCHEMAS
 from fsdptoys.config.settings import read_file, read_settings
 from fsdptoys.config.sources import flatten
@@ -20,7 +20,11 @@ from tests.harness.levels import by_level
 from tests.harness.short_runs import train_run
 
 GROUPS = [group for group in list_choices() if group != "experiment"]
-CHOICES = [f"{group}={name}" for group in GROUPS for name in list_choices()[group]]
+CHOICES = [
+    f"{group}={name}"
+    for group in GROUPS
+    for name in (list_presets() if group == "model" else list_choices()[group])
+]
 SHORT = ("model=qwen3_moe_debug", "parallel=fsdp1", "data=chat", "optim=muon")
 SHORT += ("memory=lean", "tune=lora")
 

@@ -26,7 +26,9 @@ def verdict_with(
     patch: Callable[[], Any], model: str, row_name: str, folder: Path
 ) -> Verdict:
     """Train a row with a fault, against a plain loop without it."""
-    overrides = usual_overrides([f"model={model}", "train.steps=2"], "cpu")
+    # interleaved stages need two blocks on each of two ranks
+    layers = ["model.n_layers=4"] if row_name == "pp-interleaved" else []
+    overrides = usual_overrides([f"model={model}", "train.steps=2", *layers], "cpu")
     runner = Runner(overrides, "cpu", folder, Progress(1))
     row = ROWS[row_name]
     runner.reference(row, runner.configure(row.overrides, row.ranks)[1])

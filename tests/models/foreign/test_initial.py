@@ -63,6 +63,11 @@ def test_initial_values_have_the_distributions_of_transformers(family: str) -> N
         ), name
 
 
+ROUNDED = ("gptj",)
+"""Families of which transformers computes buffers in the dtype that it constructs a model in; here
+they are those of a float32 model."""
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", by_level(FAMILIES, SHORT))
 def test_buffers_equal_those_of_transformers(family: str, dtype: torch.dtype) -> None:
@@ -71,6 +76,9 @@ def test_buffers_equal_those_of_transformers(family: str, dtype: torch.dtype) ->
     config = tiny_model(family)
     model = drawn(config, dtype)
     oracle = dict(constructed(config, dtype).named_buffers())
+    if family in ROUNDED:
+        exact = dict(constructed(config, torch.float32).named_buffers())
+        oracle = {name: exact[name].to(value.dtype) for name, value in oracle.items()}
     buffers = dict(model.named_buffers())
     assert {model.hugging_face_names[name] for name in buffers} <= set(oracle)
     for name, buffer in buffers.items():
