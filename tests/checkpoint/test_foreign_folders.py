@@ -33,8 +33,8 @@ from fsdptoys.train.trainer import Trainer
 from tests.harness.foreign_families import SETTINGS
 from tests.harness.foreign_folders import config_of, load, write, write_original
 from tests.harness.foreign_runs import foreign_config
+from tests.harness.levels import by_level
 from tests.harness.ranks import run_ranks
-from tests.harness.run_tables import extended
 from tests.harness.transformers_oracle import import_transformers
 
 SHORT = ("llama", "qwen3_moe", "gpt2", "deepseek_v3", "gpt_oss", "gemma3_text")
@@ -43,11 +43,7 @@ REFUSED = {
     "deepseek_v4": "stores model.layers.0.mlp.gate.tid2eid as torch.int64",
 }
 """Families of which no folder is read → why."""
-ROWS = [
-    name if name in SHORT else extended(name)
-    for name in SETTINGS
-    if name not in REFUSED
-]
+ROWS = by_level([name for name in SETTINGS if name not in REFUSED], SHORT)
 TOKENS_BT = torch.arange(2 * 20).view(2, 20) % 250 + 3
 
 
@@ -90,7 +86,7 @@ def test_a_folder_is_read_and_written_as_transformers_does(
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("family", [extended(name) for name in REFUSED])
+@pytest.mark.parametrize("family", by_level(REFUSED, ()))
 def test_folders_that_cannot_be_read_in_full_are_refused_by_name(
     family: str, tmp_path: Path
 ) -> None:
