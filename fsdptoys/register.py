@@ -25,6 +25,8 @@ from typing import Any, NamedTuple, TypeVar
 from .errors import ConfigError
 
 CONFIGS = Path(__file__).parent / "configs"
+if not CONFIGS.is_dir():  # a link that was unpacked as a text file
+    CONFIGS = Path(__file__).parents[1] / "configs"
 
 WORDS = ("null", "true", "false", "none", "default", "yes", "no", "on", "off")
 """Names that the command line reads as something else."""

@@ -33,15 +33,22 @@ from .stored_buffers import StoredBuffer, stored_buffers
 
 NATIVE_MODELS: dict[str, type[NativeConfig]] = {
     config.family: config
-    for config in (LlamaConfig, Llama4Config, Qwen3Config, Qwen3MoEConfig, GPT2Config)
+    for config in (
+        LlamaConfig,
+        Llama4Config,
+        MistralConfig,
+        Qwen2Config,
+        Qwen3Config,
+        Qwen3MoEConfig,
+        GPT2Config,
+    )
 }
 """Name of a family of this package → configuration class."""
 
-MODELS: dict[str, type[ModelConfig]] = {
-    **NATIVE_MODELS,
-    TransformersConfig.family: TransformersConfig,
-}
-"""Name of a family → configuration class."""
+MODELS: Mapping[str, type[ModelConfig]] = registry(
+    "model", {**NATIVE_MODELS, TransformersConfig.family: TransformersConfig}
+)
+"""Name of a family → configuration class, also those that own code registers."""
 
 __all__ = [
     "MODELS",
@@ -70,6 +77,7 @@ __all__ = [
     "RotaryConfig",
     "Router",
     "StoredBuffer",
+    "TransformersConfig",
     "WeightsFormat",
     "attended_keys",
     "choose_ops",

@@ -36,5 +36,10 @@ class ModelCapabilities:
     """``memory.gradient_checkpointing=selective``."""
     has_float32_modules: bool = False
     """Some modules may compute in float32 in every dtype."""
+    chunked_loss: bool = True
+    """``memory.chunk_loss``."""
+    has_blocks: bool = True
+    """Switches of blocks: ``memory.gradient_checkpointing``, ``train.compile`` and
+    ``parallel.wrap``."""
     fast_estimate: bool = True
     """The planner can put an estimate together from traces of its parts."""

@@ -81,6 +81,11 @@ class ModelConfig(ABC):
     def init_from(self) -> str | None:
         """Folder in Hugging Face format with the initial weights; None if they are drawn."""
 
+    def details(self) -> dict[str, Any]:
+        """Settings on which the weights depend and that are no fields, by their names in the
+        ``config.json`` of another library."""
+        return {}
+
     @property
     def head_width(self) -> int:
         """Channels of a head."""

@@ -72,6 +72,13 @@ class DecoderModel(Layer, ABC):
     lm_head: nn.Module
     """``lm_head(hidden_BTD, labels_BT, loss_fn)``: logits, or the loss computed inside the head's
     own forward."""
+    blocks_name: str = "layers"
+    """Path of ``layers``; empty without blocks."""
+    embedding_names: tuple[str, ...] = ("embed_tokens",)
+    """Paths of the modules that form the first unit; empty if the root has them."""
+    head_names: tuple[str, ...] = ("norm", "lm_head")
+    """Paths of the modules that form the last unit, the head as the last; empty if the root has
+    them."""
     parts: tuple[str, ...] = ("attn", "mlp")
     """Names of a block's parts that can be units by themselves."""
     chunk_lens: Sequence[int | None] = ()
@@ -139,6 +146,28 @@ class DecoderModel(Layer, ABC):
         """Where the weights are in a folder in Hugging Face format; None without such folders."""
         style = self.config.hugging_face
         return None if style is None else FamilyFormat(style, self.config)
+
+    def cast_buffers(self, buffer_dtype: torch.dtype, param_dtype: torch.dtype) -> None:
+        """Cast the computed floating-point buffers.
+
+        Args:
+            buffer_dtype: for a model whose buffers the user chooses the dtype of.
+            param_dtype: of the computation.
+        """
+        for module in self.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    setattr(module, name, buffer.to(buffer_dtype))
+
+    def initial_tensors(self, seed: int) -> Mapping[str, Tensor] | None:
+        """Initial values of all parameters by name, of a model that has them in full; None where
+        ``row_initializer`` draws them."""
+        return None
+
+    def block_kind(self, index: int) -> tuple[object, ...]:
+        """Return a key of a block. Blocks with equal keys do the same work."""
+        block = self.layers[index]
+        return (tuple((name, param.shape) for name, param in block.named_parameters()),)
 
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of forward and backward per token: 6 per weight of a matmul, attention over half
@@ -276,6 +305,16 @@ class NativeModel(DecoderModel):
             initial[name](rows, generator, config)
 
         return init_rows
+
+    def block_kind(self, index: int) -> tuple[object, ...]:
+        """Shapes of the parameters, and the way of attention."""
+        attention = self.layers[index].get_submodule("attn")
+        return (
+            *super().block_kind(index),
+            getattr(attention, "rotation", None) is None,
+            getattr(attention, "temperature", None) is None,
+            getattr(attention, "chunk_len", None),
+        )
 
 
 def flops_per_token(modules: Iterable[nn.Module], seq_len: int) -> float:

@@ -92,6 +92,14 @@ class WeightsFormat(ABC):
     """Folder with other files of the model, which a written one gets too."""
 
     @abstractmethod
+    def check(self) -> None:
+        """Check that every weight has a place in a folder.
+
+        Raises:
+            ValueError: naming one that has none.
+        """
+
+    @abstractmethod
     def pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
         """Split a parameter into pieces, as folders are written.
 
@@ -105,8 +113,15 @@ class WeightsFormat(ABC):
         """Find the weights in a folder that holds tensors of these names."""
 
     @abstractmethod
-    def write_config(self, dtype: str) -> dict[str, Any]:
-        """``config.json`` of a folder with weights of a dtype, as a tree."""
+    def write_config(
+        self, dtype: str, source: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """``config.json`` of a folder with weights of a dtype, as a tree.
+
+        Args:
+            dtype: name of it.
+            source: ``config.json`` in the folder ``source``, if that has one.
+        """
 
     def adapter_piece(self, layer: str, shape: tuple[int, int]) -> Piece:
         """The piece by which a folder in PEFT's format names a layer's adapter.
@@ -213,7 +228,12 @@ class FamilyFormat(WeightsFormat):
         self.style = style
         self._config = config
 
-    def write_config(self, dtype: str) -> dict[str, Any]:
+    def check(self) -> None:
+        """All weights of a family have one."""
+
+    def write_config(
+        self, dtype: str, source: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """The family's; transformers 4 reads the dtype's second spelling."""
         return self.style.write_config(self._config) | {
             "dtype": dtype,

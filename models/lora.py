@@ -10,7 +10,6 @@ the same elements. The price: about ten integer passes over an adapter's input.
 Shapes: B batch, T sequence, I and O inner and outer width, R rank.
 """
 
-import functools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -68,14 +67,8 @@ class LoRALinear(LowRank, Linear):
     """A frozen linear layer of the families with an adapter; made by :func:`add_adapters`."""
 
 
-@functools.cache
-def _adapted_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class that a linear layer of this class has with an adapter."""
-    return (
-        LoRALinear
-        if kind is Linear
-        else type(f"LoRA{kind.__name__}", (LowRank, kind), {})
-    )
+ADAPTED: dict[type[nn.Module], type[nn.Module]] = {Linear: LoRALinear}
+"""Class of a linear layer → its class with an adapter."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +168,10 @@ def add_adapters(
         )
     for number, layer in enumerate(layers.values()):
         module = layer.module
-        module.__class__ = _adapted_class(type(module))
+        kind = type(module)
+        if kind not in ADAPTED:
+            ADAPTED[kind] = type(f"LoRA{kind.__name__}", (LowRank, kind), {})
+        module.__class__ = ADAPTED[kind]
         assert isinstance(module, LowRank)
         weight = module.get_parameter("weight")
         module.lora_a = Linear(

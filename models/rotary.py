@@ -13,14 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checks import (
-    MOST_CHANNELS,
-    MOST_HIDDEN,
-    MOST_TOKENS,
-    above,
-    at_least,
-    check_bounds,
-)
+from .checks import MOST_CHANNELS, MOST_HIDDEN, above, at_least
 from .config import NativeConfig
 from .decoder import NativeModel
 from .huggingface import HuggingFaceFormat
@@ -58,30 +51,6 @@ ROTARY_NAMES = {
 """Part of our parameters' names → part of theirs."""
 
 ROTARY_DEFAULTS = {"head_dim": None, "tie_embeddings": False, "init_std": 0.02}
-
-
-@dataclass
-class RopeScaling:
-    """Llama 3's stretching of rotary frequencies to a longer context (arXiv:2407.21783, published
-    as ``llama3``)."""
-
-    factor: float = field(default=1.0, metadata=at_least(1, 1e30))
-    """Stretch of the low frequencies' wavelengths; 1 switches scaling off."""
-    low_freq_factor: float = field(default=1.0, metadata=above(0, 1e30))
-    """Wavelengths above ``original_max_seq_len / low_freq_factor`` are stretched in full."""
-    high_freq_factor: float = field(default=4.0, metadata=above(0, 1e30))
-    """Wavelengths below ``original_max_seq_len / high_freq_factor`` stay as they are."""
-    original_max_seq_len: int = field(default=8192, metadata=at_least(1, MOST_TOKENS))
-    """Context length of the pre-training, in tokens."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "rope_scaling.")
-        if self.low_freq_factor > self.high_freq_factor:
-            raise ValueError(
-                f"model.rope_scaling.high_freq_factor={self.high_freq_factor} must be at least "
-                f"model.rope_scaling.low_freq_factor={self.low_freq_factor}; "
-                f"set model.rope_scaling.high_freq_factor={4 * self.low_freq_factor}"
-            )
 
 
 @dataclass
@@ -156,31 +125,6 @@ class RotaryConfig(NativeConfig):
     def build(self) -> "RotaryModel":
         """Construct the model."""
         return RotaryModel(self)
-
-
-def rope_inv_freq(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
-    """Rotary frequencies in radians a token, float32, shape (K/2,), with Llama 3's scaling
-    applied."""
-    inv_freq = 1.0 / theta ** (
-        torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    )
-    if scaling.factor == 1:
-        return inv_freq
-    wavelength = 2 * math.pi / inv_freq
-    longest = scaling.original_max_seq_len / scaling.low_freq_factor
-    shortest = scaling.original_max_seq_len / scaling.high_freq_factor
-    scaled = torch.where(wavelength > longest, inv_freq / scaling.factor, inv_freq)
-    if longest == shortest:
-        return scaled
-    unscaled_share = (
-        scaling.original_max_seq_len / wavelength - scaling.low_freq_factor
-    ) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    between = (
-        1 - unscaled_share
-    ) * inv_freq / scaling.factor + unscaled_share * inv_freq
-    return torch.where(
-        (wavelength <= longest) & (wavelength >= shortest), between, scaled
-    )
 
 
 class RotaryModel(NativeModel):

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fsdptoys.config.choices import list_choices, list_defaults, schema_name
 from fsdptoys.config.named_lists import NAMED_LISTS, named_schemas
 from fsdptoys.config.schema import SCHEMAS, Config
-from fsdptoys.models import MODELS
+from fsdptoys.models import MODELS, NativeConfig
 from fsdptoys.report.setting_effects import BATCH, effect_of
 from fsdptoys.utils.option_docs import read_docs
 from fsdptoys.utils.options import Effect
@@ -223,6 +223,7 @@ def options_page() -> str:
     for section, kind in SECTION_KINDS.items():
         if dataclasses.is_dataclass(kind):
             lines += section_lines(section, kind)
+    lines += named_sections()
     lines += [
         "",
         "## experiment",

@@ -69,16 +69,14 @@ def test_compose_takes_overrides_files_and_mappings(tmp_path: Path) -> None:
     for source in (file, str(file), [file], tree):
         assert fsdptoys.compose("train.steps=7", config=source) == expected
     assert tree["train"] == {"steps": 5, "seq_len": 16}
+    file.write_text("\ntrain: {steps: 0.5}\n")
     for source, sentence in {
-        str(file): r"a\.yaml, line 2: train\.seq_len=16 .*",
+        str(file): r"a\.yaml, line 2: train\.steps=0\.5 must be an integer",
         "absent": "--config absent does not exist",
     }.items():
         with pytest.raises(fsdptoys.ConfigError, match=sentence):
-            file.write_text(
-                "\ntrain: {seq_len: 16, steps: 0.5}\n".replace("16", "'16'")
-            )
             fsdptoys.compose(config=source)
-    with pytest.raises(fsdptoys.ConfigError, match="did you mean train.steps"):
+    with pytest.raises(fsdptoys.ConfigError, match=r"did you mean train\.steps"):
         fsdptoys.compose(config={"train": {"stepz": 3}})
     with pytest.raises(fsdptoys.ConfigError, match="names code to run"):
         fsdptoys.compose(config={"model": {"_target_": "os.system"}})

@@ -12,6 +12,7 @@ Not covered: remote folders, tokenizers (users add them themselves), a separate 
 ``tie_word_embeddings=true``.
 """
 
+import dataclasses
 import json
 import re
 import typing
@@ -29,9 +30,12 @@ from fsdptoys.models import (
     HuggingFaceFormat,
     ModelConfig,
     Piece,
+    TransformersConfig,
     WeightsFormat,
 )
+from fsdptoys.models.foreign.architecture import has_causal_lm
 from fsdptoys.models.huggingface import FolderLayout
+from fsdptoys.models.rope_scaling import RopeKind
 from fsdptoys.utils.dtensor import local_bounds, local_tensor
 from fsdptoys.utils.sealed_folder import new_folder
 from fsdptoys.utils.text import one_line, short_text
@@ -122,21 +126,32 @@ class HuggingFaceFolder:
                 "FOLDER"
             )
 
-    def model_config(self) -> ModelConfig:
-        """Return the configuration in ``config.json``; a ConfigError names the first invalid or
-        unsupported setting."""
+    def model_config(self, family: str | None = None) -> ModelConfig:
+        """Return the configuration in ``config.json``.
+
+        Args:
+            family: of the model to fill. None for the one of this project that computes such
+                models, or else transformers'.
+
+        Raises:
+            ConfigError: naming the first invalid or unsupported setting.
+        """
         path = self.path / CONFIG_FILE
         if not path.exists():
             raise ConfigError(
                 f"{path} is missing, which describes the model of the weights; {AGAIN}"
             )
         tree = read_json(path)
-        family, style = _family(tree, path)
+        if family == TransformersConfig.family or (
+            family is None and _is_foreign(tree)
+        ):
+            return self._foreign_config()
+        kind, style = _family(tree, path)
         _check_rotary_numbers(tree, path)
         try:
             fields = style.read_config(tree)
         except TypeError as error:
-            hints = typing.get_type_hints(family)
+            hints = typing.get_type_hints(kind)
             for name, key in style.keys.items():
                 # A family may read a number into a bool field.
                 if hints[name] is not bool and tree.get(key) is not None:
@@ -158,7 +173,21 @@ class HuggingFaceFolder:
             raise ConfigError(
                 f"{path} describes a model that cannot be built: {reason}"
             ) from error
-        return build_model_config(family, fields, str(path), "", names=style.keys)
+        return build_model_config(kind, fields, str(path), "", names=style.keys)
+
+    def _foreign_config(self) -> ModelConfig:
+        """Return the configuration of a model that transformers computes."""
+        try:
+            config = TransformersConfig(path=str(self.path))
+            config.read_files(read_json)
+            # some models have no initial values of their own
+            dataclasses.replace(config, init_from=config.path).check()
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.path / CONFIG_FILE} describes a model that cannot be built: "
+                f"{one_line(error)}"
+            ) from error
+        return config
 
     def check(self, model: DecoderModel) -> None:
         """Check from the files' headers that the folder holds exactly the tensors of a model on the
@@ -234,9 +263,10 @@ def open_init_from(model: DecoderModel) -> HuggingFaceFolder:
         folder = HuggingFaceFolder(init_from)
     except ConfigError as error:
         raise ConfigError(f"model.init_from={error}") from error
+    foreign = model.config.family if model.config.hugging_face is None else None
     check_same(
         model.config,
-        folder.model_config(),
+        folder.model_config(foreign),
         f"model.init_from={init_from}",
         f"fsdptoys convert from-hf {init_from}",
     )
@@ -263,17 +293,19 @@ def write_hugging_face(
     with torch.device("meta"):
         model: DecoderModel = config.build()
     style = weights_format(model)
-    tree = style.write_config(dtype_name(dtype))
     ids = NO_TOKENS | dict(token_ids)
     trees: dict[str, dict[str, Any]] = {
         CONFIG_FILE: style.write_config(dtype_name(dtype)) | ids,
         GENERATION_CONFIG_FILE: ids,
     }
     if style.source is not None:
-        trees = {CONFIG_FILE: tree}
-        generation = Path(style.source) / GENERATION_CONFIG_FILE
-        if generation.exists():
-            trees[GENERATION_CONFIG_FILE] = read_json(generation)
+        trees = {
+            name: read_json(path)
+            for name in trees
+            if (path := Path(style.source).expanduser() / name).exists()
+        }
+        config_tree = trees.get(CONFIG_FILE)
+        trees[CONFIG_FILE] = style.write_config(dtype_name(dtype), config_tree)
     with new_folder(out_dir, CHECKSUMS_FILE) as folder:
         files = write_tensors(
             folder, STEM, _tensors(model, style, read, dtype), max_file_bytes
@@ -336,6 +368,17 @@ def _family(
         f"{path} says architectures={short_text(architectures)}, which is not supported; use "
         f"weights of {', '.join(families)}"
     )
+
+
+def _is_foreign(tree: Mapping[str, Any]) -> bool:
+    """Whether transformers is installed and computes a model that this project does not."""
+    names = tree.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        return False
+    styles = (family.hugging_face for family in MODELS.values())
+    if any(style is not None and style.architecture == names[0] for style in styles):
+        return False
+    return has_causal_lm(names[0])
 
 
 def _check_rotary_numbers(tree: Mapping[str, Any], path: Path) -> None:

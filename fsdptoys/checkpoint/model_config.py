@@ -19,7 +19,7 @@ from fsdptoys.models import (
 )
 from fsdptoys.utils.foreign import ForeignError
 from fsdptoys.utils.from_tree import build, convert
-from fsdptoys.utils.text import one_line, value_text
+from fsdptoys.utils.text import one_line, short_text, value_text
 
 
 def build_model_config(
@@ -56,6 +56,13 @@ def weights_format(model: DecoderModel) -> WeightsFormat:
             "format; set model.init_from=null and tune=full, and use the weights as the run "
             "wrote them"
         )
+    try:
+        style.check()
+    except ValueError as error:
+        raise ConfigError(
+            f"{one_line(error)}; set model.init_from=null and tune=full, and use the weights as "
+            "the run wrote them"
+        ) from error
     return style
 
 
@@ -83,15 +90,16 @@ def differences(chosen: ModelConfig, stored: ModelConfig) -> dict[str, tuple[Any
     """
     assert type(chosen) is type(stored)
     changes = {}
-    values = _flatten(chosen)
-    stored_values = _flatten(stored)
+    values = _flatten(chosen) | chosen.details()
+    stored_values = _flatten(stored) | stored.details()
     implied = chosen.implied()
     stored_implied = stored.implied()
     for key, value in stored_values.items():
         value = stored_implied.get(key) if value is None else value
-        if values[key] is None and value == stored_implied.get(key):
+        if values.get(key) is None and value == stored_implied.get(key):
             continue  # implied by the other keys once they agree
-        my_value = implied.get(key) if values[key] is None else values[key]
+        my_value = values.get(key)
+        my_value = implied.get(key) if my_value is None else my_value
         if my_value != value and not stored.is_cosmetic(key):
             changes[key] = (my_value, value)
     return changes
@@ -114,6 +122,12 @@ def check_same(
     if not chosen.needs_its_context:
         changes.pop("max_seq_len", None)
     for key, (value, stored_value) in changes.items():
+        if key in chosen.details() or key in stored.details():
+            raise ConfigError(
+                f"model.path describes a model with {key}={short_text(value)}, and the weights of "
+                f"{holder} were made with {short_text(stored_value)}; set model.path to the folder "
+                "of their own config.json, and model.config=null"
+            )
         rest = (
             f" ({source} lists the other {len(changes) - 1} too)"
             if len(changes) > 1

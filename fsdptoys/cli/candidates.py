@@ -10,8 +10,9 @@ import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from fsdptoys.config.choices import CONFIGS, list_choices, schema_name
+from fsdptoys.config.choices import list_choices, schema_name
 from fsdptoys.errors import ConfigError
+from fsdptoys.register import CONFIGS
 from fsdptoys.utils.text import printable
 
 from .command_table import make_parsers
@@ -35,6 +36,7 @@ OPTION_VALUES = {
     "--dtype": ("bfloat16", "float16", "float32"),
     "--cfg": ("job",),
 }
+YAML = (".yaml", ".yml")
 SHELLS = ("bash", "fish", "zsh")
 MOST_PATHS = 1000
 
@@ -88,8 +90,9 @@ def _candidates(
         return _option_values(before, word)
     if word.startswith("-"):
         return [*options, "--help"]
-    first = [] if rest else parts
-    return [*first, *_arguments(command, rest, word)]
+    if command not in parsers:
+        return [] if rest else parts
+    return [*([] if rest else parts), *_arguments(command, rest, word)]
 
 
 def _option_values(option: str, word: str) -> Iterable[str]:
@@ -99,8 +102,7 @@ def _option_values(option: str, word: str) -> Iterable[str]:
     if option == "--import":
         return _paths(value, lambda path: path.suffix == ".py")
     if option == "--config":
-        is_yaml: Callable[[Path], bool] = lambda path: path.suffix in (".yaml", ".yml")  # noqa: E731
-        return [*_runs(value), *_paths(value, is_yaml)]
+        return [*_runs(value), *_paths(value, lambda path: path.suffix in YAML)]
     return _paths(value)
 
 
@@ -163,15 +165,12 @@ def _has(key: str, owners: Sequence[str], chosen: "dict[str, str]") -> bool:
     """Return whether the chosen file of a group has a key; all do if none is chosen."""
     group = key.partition(".")[0]
     choice = chosen.get(group)
-    if not owners or choice is None or choice in owners:
-        return True
-    own = schema_name(group, choice)
-    return any(schema_name(group, owner) == own for owner in owners)
+    return not owners or choice is None or schema_name(group, choice) in owners
 
 
 @functools.cache
 def _table() -> list[tuple[str, list[str], list[str]]]:
-    """Return each key, the choices that have it (none: all), and its values."""
+    """Return each key, the schemas that have it (none: all), and its values."""
     rows = []
     for line in KEYS.read_text(encoding="utf-8").splitlines():
         key, owners, values = line.split("\t")

@@ -190,12 +190,12 @@ Exit status: 0 if both have the same steps with equal values, 1 if not, 2 after 
         "verify FOLDER_OR_MODEL [KEY=VALUE ...] [options]",
         "prove on this machine that sharding changes nothing for a model",
         """\
-Train a small form of a model in one process with a loop in plain PyTorch, then under strategies, layouts
-and memory switches, and print how far each is from the plain loop: equal in every bit, within measured
-rounding, or different, with the first tensor and step. Combinations that the model does not admit are
-refused with the reason.
+Train a small form of a model in one process with a loop in plain PyTorch, then under strategies,
+layouts and memory switches, and print how far each is from the plain loop: equal in every bit,
+within measured rounding, or different, with the first tensor and step. Combinations that the model
+does not admit are refused with the reason.
 
-FOLDER_OR_MODEL is a model preset, a folder with a config.json, or the name of an own model (--import).
+FOLDER_OR_MODEL is a model preset, a folder with a config.json, or an own model (--import).
 Settings are those of fsdptoys train. A row that sets one of them to another value is left out.
 The ranks are CPU processes, unless launch.device names an accelerator.
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from fsdptoys.config.choices import CONFIGS, OWN_CONFIGS, find_file, list_choices
+from fsdptoys.config.choices import OWN_CONFIGS, find_file, list_choices
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.json_schema import dataclass_schema, file_schema, group_schema
 from fsdptoys.config.schema import Config
@@ -27,6 +27,7 @@ from fsdptoys.config.sources import ABSENT, DEFAULT, differences, find_sources
 from fsdptoys.device.profile import Hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.launch import resolve_run
+from fsdptoys.register import CONFIGS
 from fsdptoys.sweep.definition import SweepDefinition
 from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.tables import align_columns

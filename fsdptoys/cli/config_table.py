@@ -3,7 +3,7 @@
 from .parser import AddCommand, Parser
 
 SOURCES = """
-A and B are a YAML file, a run's folder, or settings in quotes, as 'model=llama_debug train.steps=5'.
+A and B are a YAML file, a run's folder, or settings in quotes, as 'model=llama_debug optim=muon'.
 Exit status: 0 if both are the same, 1 if not, 2 after a mistake.
 """
 

@@ -24,9 +24,10 @@ from fsdptoys.checkpoint import (
 )
 from fsdptoys.config.choices import list_choices, schema_name
 from fsdptoys.config.compose import compose_presets
+from fsdptoys.data.dataset_index import TOKENIZER_FILE
 from fsdptoys.data.tokenizer import find_token_ids, read_tokenizer_files
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import ModelConfig
+from fsdptoys.models import ModelConfig, TransformersConfig
 from fsdptoys.train.pretrained import DTYPES, TrainedModel, open_weights
 from fsdptoys.utils.sealed_folder import check_new_folder
 from fsdptoys.utils.text import printable, value_text
@@ -81,6 +82,11 @@ def _to_hf(argv: Sequence[str]) -> int:
     weights = (
         TrainedModel(paths[0], adapter=adapter) if adapter else open_weights(paths[0])
     )
+    config = weights.config
+    source = config.path if isinstance(config, TransformersConfig) else None
+    if not tokenizer and source and (Path(source) / TOKENIZER_FILE).is_file():
+        settings["tokenizer"] = source
+        tokenizer = read_tokenizer_files(source, "model.path")
     ids = find_token_ids(Path(settings["tokenizer"]).expanduser()) if tokenizer else {}
     # the model that was trained on
     for origin in filter(None, (weights.config.init_from, paths[0])):
@@ -177,11 +183,6 @@ def training_words(config: ModelConfig, path: str) -> list[str]:
         f"model.{key}={value_text(value, quote=True)}"
         for key, (_, value) in changes[preset].items()
     ]
-    quoted = (
-        value_text(path, quote=True)
-        if "'" not in path
-        else "'" + path.replace("'", "\\'") + "'"
-    )
     return [
         "fsdptoys",
         "train",

@@ -4,19 +4,17 @@ import textwrap
 from pathlib import Path
 
 from fsdptoys.config.choices import list_choices, list_defaults
-from fsdptoys.register import KINDS, own_fields, registered
+from fsdptoys.register import CONFIGS, KINDS, own_fields, registered
 from fsdptoys.utils.foreign import parse_yaml
 from fsdptoys.utils.option_docs import read_docs
 from fsdptoys.utils.options import default_of
 from fsdptoys.utils.text import value_text
 
-PACKAGE = Path(__file__).parents[1]
-
 
 def plan_settings() -> str:
     """Return the keys that only ``fsdptoys plan`` reads."""
     hardware = ", ".join(
-        sorted(path.stem for path in (PACKAGE / "configs" / "hardware").glob("*.yaml"))
+        sorted(path.stem for path in (CONFIGS / "hardware").glob("*.yaml"))
     )
     return f"""\
 settings:
@@ -34,7 +32,7 @@ def sweep_lines() -> str:
         "NAME, one of these or a YAML file like those of configs/sweep; settings after it "
         "override its own:"
     ]
-    for path in sorted((PACKAGE / "configs" / "sweep").glob("*.yaml")):
+    for path in sorted((CONFIGS / "sweep").glob("*.yaml")):
         description = parse_yaml(path.read_text(encoding="utf-8"))["description"]
         text = f"{path.stem:<14} {' '.join(description.split())}"
         lines += textwrap.wrap(

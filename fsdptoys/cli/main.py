@@ -14,7 +14,6 @@ from types import ModuleType
 
 from fsdptoys import __version__
 from fsdptoys.errors import ConfigError
-from fsdptoys.imports import load_imports
 from fsdptoys.launch.exit_record import ExitRecord, write_exit_record
 from fsdptoys.utils.console_stream import install_streams, let_stdout_end, lost_output
 from fsdptoys.utils.text import near_miss, print_status
@@ -153,7 +152,7 @@ def _run(argv: list[str]) -> int:
         command = "sweep"
         argv = [word for word in argv if word not in MULTIRUN]
     argv = take_config_dirs(command, argv)
-    if any(word in ("-h", "--help") for word in argv) or not (
+    is_help = any(word in ("-h", "--help") for word in argv) or not (
         argv or command in ("train", "plan", "models")
     )
     if imports or not is_help:
@@ -196,6 +195,8 @@ def take_imports(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _load_imports(modules: Sequence[str]) -> None:
     """Load own code without garbage collection, since it may import torch."""
+    from fsdptoys.imports import load_imports
+
     gc.disable()
     try:
         load_imports(modules)

@@ -81,7 +81,7 @@ def _read(argv: Sequence[str]) -> tuple[SweepArguments, Settings]:
     split = split_arguments([*arguments[:has_name], *settings.overrides])
     sweep_arguments = dataclasses.replace(
         split,
-        command=shlex.join(["fsdptoys", "sweep", *argv]),
+        command=shlex.join(["fsdptoys", "sweep", *import_options(), *argv]),
         resume=resume,
         resume_dir=Path(options.resume_dir) if options.resume_dir is not None else None,
         out=Path(options.out) if options.out is not None else None,

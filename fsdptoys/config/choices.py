@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.register import CONFIGS, registered
 from fsdptoys.utils.foreign import parse_yaml
 from fsdptoys.utils.text import one_line
-
-CONFIGS = Path(__file__).parents[1] / "configs"
 
 OWN_CONFIGS = Path("configs")
 """Folder of own files in the working directory."""
@@ -24,17 +23,19 @@ CONFIG_DIRS = "FSDPTOYS_CONFIG_DIRS"
 BASE = "base_"
 """Prefix of a schema in the defaults of a file; ``model=base_llama`` is a model without a file."""
 
-Choices = Mapping[str, Sequence[str]]  # group → names of its YAML files
+Choices = Mapping[str, Sequence[str]]  # group → names of its choices
 
 
 def list_choices() -> dict[str, list[str]]:
-    """Map each group to the sorted names of its YAML files, own ones included."""
+    """Map each group to the sorted names of its YAML files, own ones included, and of the classes
+    that own code has registered."""
     own = list(own_files())
     return {
         group: sorted(
             {
                 *built_in_names(group),
                 *(path.stem for other, path in own if other == group),
+                *registered(group),
             }
         )
         for group in sorted(list_defaults())
@@ -57,7 +58,10 @@ def own_folders() -> list[Path]:
         folders.append(OWN_CONFIGS)
     unique: dict[Path, Path] = {}
     for folder in folders:
-        path = Path(os.path.realpath(folder))
+        try:
+            path = Path(os.path.realpath(folder))
+        except FileNotFoundError:  # the working directory was deleted
+            continue
         if path.is_dir() and path != Path(os.path.realpath(CONFIGS)):
             unique.setdefault(path, folder)
     return list(unique.values())
@@ -80,9 +84,14 @@ def find_file(group: str, choice: str) -> Path:
     """
     built_in = CONFIGS / group / f"{choice}.yaml"
     own = [path for _, path in own_files(group) if path.stem == choice]
-    if len(own) + built_in.is_file() > 1:
+    is_registered = choice in registered(group)
+    if own and len(own) + built_in.is_file() + is_registered > 1:
         other = (
-            "the name of a built-in file" if built_in.is_file() else f"that of {own[1]}"
+            "the name of a built-in file"
+            if built_in.is_file()
+            else "the name that own code has registered"
+            if is_registered
+            else f"that of {own[1]}"
         )
         raise ConfigError(
             f"{group}={choice} is ambiguous, since {own[0]} has {other}; rename {own[0]}"
@@ -94,9 +103,12 @@ def schema_name(group: str, choice: str) -> str:
     """Name of the schema of a group's YAML file: ``llama`` if its defaults begin with
     ``base_llama``.
 
-    An own file may begin with another file of its group, and then has the schema of that one.
+    An own file may begin with another file of its group, and then has the schema of that one. A
+    registered class has its own name.
     """
     for _ in range(100):
+        if choice in registered(group):
+            return choice
         if choice.startswith(BASE):
             return choice.removeprefix(BASE)
         built_in = CONFIGS / group / f"{choice}.yaml"

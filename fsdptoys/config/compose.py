@@ -14,11 +14,12 @@ from typing import Any
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from fsdptoys.checkpoint.safetensors_io import read_json
 from fsdptoys.errors import ConfigError
+from fsdptoys.loss import LossConfig
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.models import MODELS, ModelConfig
 from fsdptoys.parallel.determinism import Deterministic
@@ -26,6 +27,9 @@ from fsdptoys.register import live_cache, registered
 from fsdptoys.utils.bounds import check_home, check_text
 
 from .choices import list_choices, schema_name
+from .compose_named import compose_named
+from .group_files import EXPERIMENT, GroupFile, find_own_files
+from .named_lists import is_named_option
 from .option_values import SWITCHED_CHOICES, read_value
 from .overrides import check_groups, check_names, check_values, parse_overrides
 from .schema import SCHEMAS, Config
@@ -64,6 +68,7 @@ class _YAMLConfig(Config):
 
     memory: Any
     train: _YAMLTrain
+    loss: LossConfig = MISSING
 
 
 @dataclass(frozen=True)
@@ -197,7 +202,7 @@ def _compose_groups(
     return _compose_stored(groups, repr(files))
 
 
-@functools.cache
+@live_cache
 def _compose_stored(
     groups: tuple[str, ...], own_files: str
 ) -> tuple[DictConfig, dict[str, str | None]]:
@@ -225,7 +230,9 @@ def _read_booleans(tree: DictConfig) -> DictConfig:
                 name = key.removeprefix(f"{section}.")
                 values[name] = read_value(key, values[name])
         sections[section] = OmegaConf.merge(kind, values)
-    config = OmegaConf.merge(Config, sections)
+    schema = OmegaConf.structured(Config)
+    schema.loss = MISSING  # its default would only take values of the same class
+    config = OmegaConf.merge(schema, sections)
     assert isinstance(config, DictConfig)
     return config
 
@@ -264,6 +271,9 @@ def _check_texts(key: str, value: Any) -> None:
     elif isinstance(value, list):
         for item in value:
             _check_texts(key, item)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            _check_texts(f"{key}.{name}", item)
     elif isinstance(value, str):
         check_text(key, value)
         if key in PATHS:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdptoys.register import live_cache
-from fsdptoys.utils.options import Declared, declared_of, default_of, is_on
+from fsdptoys.utils.options import Declared, Effect, declared_of, default_of, is_on
 
+from .named_lists import named_fields
 from .schema import SCHEMAS, Config
 
 
@@ -23,17 +24,21 @@ def option_fields() -> dict[str, "dataclasses.Field[Any]"]:
         if dataclasses.is_dataclass(schema)
         for field in dataclasses.fields(schema)
         if declared_of(field)
-    }
+    } | named_fields()
 
 
 @live_cache
 def declared_options() -> dict[str, Declared]:
     """Return key → declaration."""
-    return {
-        key: declared
+    declared = {
+        key: declaration
         for key, field in option_fields().items()
-        if (declared := declared_of(field)) is not None
+        if (declaration := declared_of(field)) is not None
     }
+    for key in declared:
+        if key.startswith("writers."):  # nothing that a writer does changes a loss
+            declared[key] = declared[key]._replace(effect=Effect.none)
+    return declared
 
 
 def option_defaults() -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from fsdptoys.register import live_cache
+from fsdptoys.register import live_cache, registered
 from fsdptoys.utils.bounds import bounds_of
 from fsdptoys.utils.options import default_of
 from fsdptoys.utils.text import near_miss
@@ -124,11 +124,12 @@ def all_options(
     return _all_options(chosen, tuple(own_schemas().items()))
 
 
-@functools.cache
+@live_cache
 def _all_options(
     chosen: tuple[tuple[str, str | None], ...],
     own: tuple[tuple[tuple[str, str], str], ...],
 ) -> tuple[dict[str, Option], dict[str, str]]:
+    from .named_lists import named_schemas
     from .schema import (  # imports torch, which help does without
         ROOT_OPTIONS,
         SCHEMAS,
@@ -145,6 +146,7 @@ def _all_options(
             names = sorted(
                 {
                     *built_in_names(section),
+                    *registered(section),
                     *(name for group, name in schemas if group == section),
                 }
             )
@@ -159,6 +161,8 @@ def _all_options(
                 }
         elif dataclasses.is_dataclass(kind) and isinstance(kind, type):
             options |= list_options(kind, section)
+    for prefix, named_schema in named_schemas().items():
+        options |= list_options(named_schema, prefix)
     return options, needed
 
 

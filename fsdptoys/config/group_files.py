@@ -101,6 +101,8 @@ def read_group_file(group: str, path: Path) -> GroupFile:
     for entry in defaults:
         _check_default(file, group, entry)
     _check_options(file, group, path.stem, tree)
+    if group == "model":
+        tree.setdefault("name", path.stem)
     return GroupFile(group, path.stem, tuple(defaults), tree)
 
 

@@ -1,5 +1,4 @@
-"""JSON Schema of configuration files, from the dataclasses: for editors, and for checks without this
-package.
+"""JSON Schema of configuration files, from the dataclasses, for editors and other programs.
 
 Types, choices, bounds and docstrings are those of the command line. What the schema cannot say are
 the rules between settings, which ``fsdptoys train --config FILE --cfg job`` checks.

@@ -7,13 +7,11 @@ closest matches, and are saved with the run.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from fsdptoys.errors import ConfigError, UnusedKeyError
 from fsdptoys.metrics import WRITERS
 from fsdptoys.register import registered
-from fsdptoys.utils.text import near_miss, value_text
 
 
 class NamedList(NamedTuple):
@@ -25,18 +23,11 @@ class NamedList(NamedTuple):
     classes: Mapping[str, type[Any]]
     """Name → dataclass of its options; live."""
 
-    def missing(self, name: str) -> str:
-        """The end of a sentence on a name without a class."""
-        if near := near_miss(name, list(self.classes)):
-            return f"did you mean {near}?"
-        return f"add --import with the module or file that registers it, or leave {name} out"
-
 
 NAMED_LISTS = (
     NamedList("writers", "metrics.writers", WRITERS),
     NamedList("callbacks", "train.callbacks", registered("callbacks")),
 )
-SECTIONS = {named.section: named for named in NAMED_LISTS}
 
 
 def named_schemas() -> dict[str, type[Any]]:
@@ -53,24 +44,10 @@ def is_named_option(key: str) -> bool:
     return key.partition(".")[0] in [name_list.section for name_list in NAMED_LISTS]
 
 
-def check_listed(key: str, names: Sequence[str]) -> None:
-    """Check the names of a list.
-
-    Args:
-        key: of the list.
-        names: its elements.
-
-    Raises:
-        ConfigError: for a name that nothing has registered, or one that occurs twice.
-    """
-    (named,) = (named for named in NAMED_LISTS if named.key == key)
-    for name in names:
-        if name not in named.classes:
-            raise ConfigError(
-                f"{key} names {name}, which is not registered; {named.missing(name)}"
-            )
-    if len(set(names)) < len(names):
-        once = ",".join(dict.fromkeys(names))
-        raise ConfigError(
-            f"{key}=[{','.join(names)}] names one twice; set {key}=[{once}]"
-        )
+def named_fields() -> dict[str, "dataclasses.Field[Any]"]:
+    """Return key → field of every option."""
+    return {
+        f"{prefix}.{field.name}": field
+        for prefix, schema in named_schemas().items()
+        for field in dataclasses.fields(schema)
+    }

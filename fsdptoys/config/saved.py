@@ -10,6 +10,7 @@ from fsdptoys.data import DATASETS, DataConfig
 from fsdptoys.data.synthetic import SyntheticConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.imports import explain_missing
+from fsdptoys.loss import LOSSES
 from fsdptoys.optim import OPTIMIZERS
 from fsdptoys.parallel import STRATEGIES
 from fsdptoys.tune import TUNINGS
@@ -71,9 +72,9 @@ def read_config(tree: dict[str, Any], where: str) -> Config:
     wrong type.
     """
     sections: dict[str, Any] = {
-        "model": model_config_of(
-            tree.get("model"), where, "leave the run out"
-        ).with_settings(init_from=None),
+        "model": run_model_config(tree, where, "leave the run out").with_settings(
+            init_from=None
+        ),
         "parallel": _build_named(STRATEGIES, tree, "parallel", where),
         "optim": _build_named(OPTIMIZERS, tree, "optim", where),
         "tune": _build_named(TUNINGS, {"tune": {"name": "full"}} | tree, "tune", where),
@@ -83,6 +84,9 @@ def read_config(tree: dict[str, Any], where: str) -> Config:
         "data": SyntheticConfig(),
         "checkpoint": CheckpointConfig(),
         "plan": PlanConfig(),  # of the planner that ran then, which may have had other settings
+        # Their code may not be loaded, and they do not change the time of a step
+        "writers": {},
+        "callbacks": {},
         "patches": tree.get("patches", "auto"),
     }
     tree = _without_unknown_names(tree)

@@ -15,6 +15,8 @@ from fsdptoys.data import DATASETS, DataConfig
 from fsdptoys.device import DEVICE_TYPES, float64_collectives
 from fsdptoys.errors import ConfigError
 from fsdptoys.imports import record_imports
+from fsdptoys.loss import LOSSES, LossConfig
+from fsdptoys.loss.probe import check_own_loss
 from fsdptoys.memory import MemoryConfig, OffloadSchedule
 from fsdptoys.metrics import MetricsConfig
 from fsdptoys.models import MODELS, ModelConfig
@@ -31,7 +33,7 @@ from fsdptoys.utils.options import check_declared, default_of, refuse_unused
 
 from .option_values import Option
 from .own_model import check_own_model
-from .rules import RULES, Where, check_rules
+from .rules import MODEL_RULES, RULES, Where, check_rules
 from .rules.tune import open_adapter
 from .sections import Sections
 
@@ -101,6 +103,7 @@ class Config(Sections):
         self.check_model()
         where = self._resolve(world_size, device_type, node_ranks or world_size)
         check_own_model(self.model)
+        check_rules(MODEL_RULES, self, where)
         self.parallel.check_model(self.model)
         self.parallel.validate(
             world_size, self.mesh, device_type, self.memory.cpu_offload
@@ -203,6 +206,9 @@ class Config(Sections):
         sections = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self)
         }
+        for section in ("writers", "callbacks"):
+            for name, options in sections.pop(section).items():
+                sections[f"{section}.{name}"] = options
         return {
             f"{name}.{option.name}": _plain(default_of(option))
             for name, section in sections.items()
@@ -229,6 +235,8 @@ def _plain(value: Any) -> Any:
         }
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
     return value
 
 

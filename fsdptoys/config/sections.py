@@ -43,6 +43,10 @@ class Sections:
     kernels: KernelConfig = field(default_factory=KernelConfig)
     loss: LossConfig = field(default_factory=CrossEntropyConfig)
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    writers: dict[str, Any] = field(default_factory=dict)
+    """Name in ``metrics.writers`` → its options, ``writers.NAME.KEY``."""
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    """Name in ``train.callbacks`` → its options, ``callbacks.NAME.KEY``."""
     patches: Any = "auto"
     """PyTorch patches to apply, [NAME,...]; auto for those that its version and the strategy need,
     [] for none."""

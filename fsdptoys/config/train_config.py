@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from fsdptoys.parallel.determinism import Deterministic
 from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.precision import SumDType
+from fsdptoys.register import registered
 from fsdptoys.utils.bounds import MOST_STEPS, MOST_TOKENS, above, at_least, between
+from fsdptoys.utils.named_items import check_names
 from fsdptoys.utils.options import Effect, Stage, check_options, option
 
 # Upper bound of a batch's sequences, and of the batches of a step or an evaluation
@@ -125,6 +127,8 @@ class TrainConfig:
     divides it."""
     sum_dtype: SumDType = option(SumDType.auto, effect=Effect.rounding)
     """dtype of sums of gradient norms and losses over ranks; auto: float64, on NPUs float32."""
+    callbacks: list[str] = option([], effect=Effect.training)
+    """Callbacks of own code, called in this order; their options are ``callbacks.NAME.KEY``."""
     seed: int = option(0, at_least(0, MOST_SEED), effect=Effect.none)
     """Seed for every purpose without a seed of its own."""
     init_seed: int | None = option(None, at_least(0, MOST_SEED), effect=Effect.training)
@@ -136,6 +140,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_options("train", self)
+        check_names("train.callbacks", self.callbacks, registered("callbacks"))
         self.deterministic = Deterministic(self.deterministic)
 
     @property

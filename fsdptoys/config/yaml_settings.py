@@ -14,6 +14,8 @@ from typing import Any
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.imports import explain_missing, read_records
+from fsdptoys.register import registered
 from fsdptoys.utils.foreign import parse_yaml, yaml_lines
 from fsdptoys.utils.regular_file import read_regular
 from fsdptoys.utils.text import near_miss, one_line, value_text
@@ -76,6 +78,7 @@ class YAMLFile:
                 f"{path} holds no settings by name; write lines such as train: {{steps: 20}}"
             )
         file = cls(str(path), tree, yaml_lines(text))
+        file._take_imports()
         file._check(tree, ())
         return file
 
@@ -91,6 +94,15 @@ class YAMLFile:
         """Return file and line of a key, for the beginning of a message."""
         line = self.lines.get(path)
         return self.path if line is None else f"{self.path}, line {line}"
+
+    def _take_imports(self) -> None:
+        """Take the records of own code out of a run's settings; it must have been loaded."""
+        records = read_records(self.tree)
+        if records and len(records) == len(self.tree["imports"]):
+            missing = explain_missing(self.tree)
+            if missing is not None:
+                raise ConfigError(f"{self.path} has settings of own code: {missing}")
+            del self.tree["imports"]
 
     def _check(self, tree: Any, path: tuple[str, ...]) -> None:
         """Refuse keys that are no text, keys that name code, and references."""

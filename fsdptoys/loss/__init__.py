@@ -15,16 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdptoys.models.linear import linear
 from fsdptoys.register import registry
 
 from .chunked import chunked_loss_sum
 from .config import CrossEntropyConfig, LossConfig
 from .grains import grain_loss_sum
+from .head_logits import head_logits
 from .objective import IGNORE_INDEX, Objective
 from .own import OwnLoss, own_loss_sum
 from .slices import SliceSettings, slices_loss_sum
 from .vocabulary import Vocabulary, vocabulary_loss_sum
+
+LOSSES: Mapping[str, type[LossConfig]] = registry(
+    "loss", {CrossEntropyConfig.name: CrossEntropyConfig}
+)
+"""The word after ``loss=`` → configuration class, also those that own code registers."""
 
 LossFn = Callable[..., Tensor]
 """``loss_fn(hidden_ND, weight_VD, labels_N)``: the loss summed over valid labels, a float32 scalar.
@@ -108,17 +113,12 @@ def cross_entropy_sum(
     """The objective of ``hidden @ weight.T`` summed over valid labels, in nats, as a float32
     scalar.
 
-    With a bias it is added to the logits; with a soft cap c they become ``c · tanh(logits / c)``,
-    in the parameters' dtype.
+    For bias and soft cap see ``head_logits``. Without a weight ``hidden`` are the logits.
 
     Makes the full logits, once in the parameters' dtype and twice in float32: N·V·(2 + 4 + 4) bytes
     in bf16.
     """
-    logits_NV = linear(hidden_ND, weight_VD)
-    if bias_V is not None:
-        logits_NV = logits_NV + bias_V
-    if softcap is not None:
-        logits_NV = torch.tanh(logits_NV / softcap) * softcap
+    logits_NV = head_logits(hidden_ND, weight_VD, bias_V, softcap)
     return logits_loss_sum(logits_NV.float(), labels_N, objective)
 
 

@@ -55,6 +55,7 @@ def chunked_loss_sum(
     chunk_tokens: int | None = None,
     grad_dtype: torch.dtype = torch.float32,
     vocabulary: Vocabulary | None = None,
+    own: OwnLoss | None = None,
     bias_V: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
@@ -78,6 +79,7 @@ def chunked_loss_sum(
         chunk_tokens,
         grad_dtype,
         vocabulary,
+        own,
         bias_V,
         softcap,
         *wants,
@@ -119,6 +121,7 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk_tokens: int | None,
         grad_dtype: torch.dtype,
         vocabulary: Vocabulary | None,
+        own: OwnLoss | None,
         bias_V: Tensor | None,
         softcap: float | None,
         wants_hidden: bool,
@@ -178,7 +181,17 @@ class _ChunkedLoss(torch.autograd.Function):
                 torch.mul(capped_CV, softcap, out=logits_CV)
             losses_C = losses[start : start + len(labels_C)]
             gradient = wants_hidden or wants_weight or wants_bias
-            if vocabulary is None:
+            if own is not None:
+                losses_C.copy_(
+                    own_gradient_(
+                        logits_CV,
+                        labels_C,
+                        own,
+                        objective.gradient_scale,
+                        gradient=gradient,
+                    )
+                )
+            elif vocabulary is None:
                 some_ignored = not _leaves_out_rows(labels_N)
                 softmax_gradient_(
                     logits_CV,
@@ -245,11 +258,11 @@ class _ChunkedLoss(torch.autograd.Function):
             bias_gradient_V = _scale(
                 bias_gradient_V, factor, ctx.bias_dtype, in_place=False
             )
-        further = len(ctx.needs_input_grad) - 8
+        further = len(ctx.needs_input_grad) - 9
         return (
             hidden_gradient_ND,
             weight_gradient_VD,
-            *[None] * 5,
+            *[None] * 6,
             bias_gradient_V,
             *[None] * further,
         )

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.models.linear import linear
 
 from .config import CrossEntropyConfig, LossConfig
+from .head_logits import head_logits
 from .objective import IGNORE_INDEX
 
 
@@ -58,9 +58,23 @@ class OwnLoss:
         return losses_N.float().masked_fill(ignored_N, 0.0)
 
     def sum_over_head(
-        self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
+        self,
+        hidden_ND: Tensor,
+        weight_VD: Tensor | None,
+        labels_N: Tensor,
+        bias_V: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
-        """Return the sum of a function that computes the logits itself, as a float32 scalar."""
+        """Return the sum of a function that computes the logits itself, as a float32 scalar.
+
+        Raises:
+            ConfigError: for a head that is more than a matrix, which the function would not apply.
+        """
+        if weight_VD is None or bias_V is not None or softcap is not None:
+            raise ConfigError(
+                f"loss={self.name} takes hidden states, and the model's head is more than a "
+                "matrix; write a loss of logits, with takes_hidden_states=False"
+            )
         loss = self.function(hidden_ND, weight_VD, labels_N)
         self._check(loss, (), hidden_ND.requires_grad or weight_VD.requires_grad)
         return loss.float()
@@ -88,13 +102,19 @@ class OwnLoss:
 
 
 def own_loss_sum(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, own: OwnLoss
+    hidden_ND: Tensor,
+    weight_VD: Tensor | None,
+    labels_N: Tensor,
+    own: OwnLoss,
+    bias_V: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """A user's loss of ``hidden @ weight.T`` summed over valid labels, as a float32 scalar.
+    """A user's loss of ``head_logits`` summed over valid labels, as a float32 scalar.
 
     Makes the full logits, and leaves gradients to autograd.
     """
-    return own.losses(linear(hidden_ND, weight_VD).float(), labels_N).sum()
+    logits_NV = head_logits(hidden_ND, weight_VD, bias_V, softcap)
+    return own.losses(logits_NV.float(), labels_N).sum()
 
 
 def own_gradient_(

@@ -78,7 +78,8 @@ class FSDP1(Strategy):
         units = {unit.modules[0]: unit for unit in self.config.units(model)}
         # Embedding and head come first, while memory is empty: they are the largest.
         for name in sorted(
-            inside_out(list(units)), key=lambda name: name.startswith("layers.")
+            inside_out(list(units)),
+            key=lambda name: name.startswith(f"{model.blocks_name}."),
         ):
             owner, _, attribute = name.rpartition(".")
             sharding: dict[str, Any] = {

@@ -1,10 +1,10 @@
 """FSDP2: PyTorch's ``fully_shard``, which shards every parameter along its first dim as a DTensor.
 
-Stacks of experts are sharded along another dim where the ranks do not divide the number of experts.
-A mesh of two axes makes it HSDP: sharded along the second, replicated and all-reduced along the
-first. Under expert parallelism the stacks are units of their own, over a mesh of their own
-(``expert_parallel``). Under tensor parallelism each rank shards the part of every parameter that
-has its features (``tensor_parallel``); experts are sharded over all ranks of a copy.
+Stacks of experts are sharded along another dim where the ranks do not divide their number. A mesh
+of two axes makes it HSDP: sharded along the second, replicated and all-reduced along the first.
+Under expert parallelism the stacks are units over a mesh of their own (``expert_parallel``). Under
+tensor parallelism each rank shards the part of every parameter that has its features
+(``tensor_parallel``); experts are sharded over all ranks of a copy.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -141,9 +141,7 @@ class FSDP2(Strategy):
     def shard(self, model: DecoderModel, param_init: ParamInit) -> None:
         """Shard the units from the inside out, then the root; materialize only the shards."""
         # Blocks add to the residual stream out of place, so a view does no harm.
-        warnings.filterwarnings(
-            "ignore", message="FSDP2-wrapped module .* returned a view tensor"
-        )
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
         self._shard_units(model)
         device = self.world.device.torch_device
         memory = torch.device("cpu") if self.world.cpu_offload else device
@@ -160,15 +158,14 @@ class FSDP2(Strategy):
 
     def _shard_units(self, model: DecoderModel) -> None:
         """Make the units, and set the order in which they are prefetched."""
-        config = self.config
         library = self.library
-        policies = unit_policies(library, config, self.world)
-        float32_policies = unit_policies(library, config, self.world, float32=True)
+        policies = unit_policies(library, self.config, self.world)
+        float32_policies = unit_policies(library, self.config, self.world, float32=True)
         shard_dim = functools.partial(placement, ranks=self.mesh[SHARD_AXIS].size())
         dense = {"mesh": self.mesh, "shard_placement_fn": shard_dim}
         units = {
             unit.modules[0]: unit
-            for unit in config.units(model, self.sparse_mesh is not None)
+            for unit in self.config.units(model, self.sparse_mesh is not None)
         }
         members: dict[str, list[Any]] = {
             name: [model.get_submodule(member) for member in unit.modules]
@@ -200,6 +197,7 @@ class FSDP2(Strategy):
         # The root's forward begins before any other.
         self._modules: list[list[nn.Module]] = [[model], *members.values()]
         tied = bool(units) and next(iter(units.values())).ends_forward
+        config = self.config
         ahead = self.units_ahead if self.mesh_axes.ep > 1 else config.forward_prefetch
         first_modules = [modules[0] for modules in members.values()]
         set_prefetch(first_modules, ahead, config.backward_prefetch, tied)

@@ -153,24 +153,21 @@ class SingleConfig(ParallelConfig):
 
 def unsharded_units(whole: DecoderModel) -> list[UnitParams]:
     """Units of a model without sharding."""
-    tail = [whole.norm, whole.lm_head]
+    tail = [whole.get_submodule(name) for name in whole.head_names]
+    embedding = [whole.get_submodule(name) for name in whole.embedding_names]
     later = {
         param for module in [*whole.layers, *tail] for param in module.parameters()
     }
     first = [param for param in whole.parameters() if param not in later]
     # The embedding is the first to need a weight that it shares with the head.
-    root_params = dict.fromkeys([*first, *whole.embed_tokens.parameters()])
+    looked_up = [param for module in embedding for param in module.parameters()]
+    root_params = dict.fromkeys([*first, *looked_up])
     units: list[UnitParams] = [(whole, list(root_params))]
     units += [(layer, list(layer.parameters())) for layer in whole.layers]
-    units.append(
-        (
-            whole.norm,
-            [
-                param
-                for module in tail
-                for param in module.parameters()
-                if param not in root_params
-            ],
-        )
-    )
-    return units
+    rest = [
+        param
+        for module in tail
+        for param in module.parameters()
+        if param not in root_params
+    ]
+    return [*units, (tail[0], rest)] if tail else units

@@ -69,10 +69,9 @@ class ToyZero3(Strategy):
 
     def unit_names(self) -> list[list[str]]:
         """The rest of the model, and each block."""
-        return [
-            [""],
-            *([f"layers.{number}"] for number in range(len(self._unwrapped.layers))),
-        ]
+        whole = self._unwrapped
+        blocks = range(len(whole.layers))
+        return [[""], *([f"{whole.blocks_name}.{number}"] for number in blocks)]
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Broadcast one parameter at a time."""

@@ -63,31 +63,44 @@ def position_units(
         groups: whether a unit may have several modules: norm and head then share one, with the
             embedding if tied.
     """
-    present = {
-        name
-        for name, module in model.named_children()
-        if next(module.parameters(), None) is not None
-    }
-    tied = {
-        "embed_tokens",
-        "lm_head",
-    } <= present and model.lm_head.weight is model.embed_tokens.weight
-    blocks = [f"layers.{index}" for index, _ in model.layers.named_children()]
+    head = model.head_names if groups else model.head_names[-1:]
+    embedding = tuple(
+        name for name in model.embedding_names if _has_parameters(model, name)
+    )
+    has_head = bool(head) and _has_parameters(model, head[-1])
+    blocks = [
+        f"{model.blocks_name}.{index}" for index, _ in model.layers.named_children()
+    ]
     inner: list[tuple[str, ...]] = [
         (name,)
         for block in blocks
         for name in (block, *(f"{block}.{part}" for part in parts))
     ]
-    head = ("norm", "lm_head") if groups else ("lm_head",)
-    if tied:
-        inner = [("embed_tokens", *head), *inner] if groups else inner
+    if has_head and shares_head(model):
+        inner = [(*embedding, *head), *inner] if groups and embedding else inner
     else:
-        inner = (
-            [("embed_tokens",)] * ("embed_tokens" in present)
-            + inner
-            + [head] * ("lm_head" in present)
-        )
+        inner = [embedding] * bool(embedding) + inner + [head] * has_head
     return [_unit(model, names) for names in inner]
+
+
+def _has_parameters(model: DecoderModel, name: str) -> bool:
+    """Whether a rank has the module of this name, with parameters."""
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        return False
+    return next(module.parameters(), None) is not None
+
+
+def shares_head(model: DecoderModel) -> bool:
+    """Whether the head's weight is that of another module as well."""
+    head = model.get_submodule(model.head_names[-1])
+    owners = {
+        module
+        for module in model.modules()
+        if any(param is head.weight for param in module._parameters.values())
+    }
+    return len(owners) > 1
 
 
 def class_units(model: DecoderModel, classes: Sequence[str]) -> list[Unit]:
@@ -221,7 +234,9 @@ def inside_out(names: Sequence[str]) -> list[str]:
 
 def _unit(model: DecoderModel, names: tuple[str, ...]) -> Unit:
     embeds = all(isinstance(model.get_submodule(name), nn.Embedding) for name in names)
-    return Unit(names, embeds, any(name.split(".")[0] == "lm_head" for name in names))
+    head = model.head_names[-1:]
+    ends_forward = any(f"{name}.".startswith(f"{head[0]}.") for name in names if head)
+    return Unit(names, embeds, ends_forward)
 
 
 def _able(model: DecoderModel) -> dict[str, nn.Module]:

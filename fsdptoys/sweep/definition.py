@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.register import CONFIGS
 from fsdptoys.utils.bounds import above
 from fsdptoys.utils.foreign import parse_yaml
 from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import read_regular
 from fsdptoys.utils.text import one_line, suggestion, value_text
 
-SWEEPS = Path(__file__).parents[1] / "configs" / "sweep"
+SWEEPS = CONFIGS / "sweep"
 LARGEST_FILE_BYTES = 2**20
 
 

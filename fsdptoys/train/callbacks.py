@@ -45,6 +45,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.step import ADDED_PREFIX, StepMetrics
 from fsdptoys.register import registered
 from fsdptoys.utils.bounds import check_bounds
+from fsdptoys.utils.foreign import parse_json
 
 if TYPE_CHECKING:
     from fsdptoys.config.schema import Config
@@ -243,7 +244,7 @@ class Callbacks:
 def _to_json(state: object) -> dict[str, Any]:
     """Return a state as it will be read from a checkpoint."""
     text = json.dumps(state, allow_nan=False)
-    value = json.loads(text)
+    value = parse_json(text)
     if not isinstance(value, dict) or len(text) > LONGEST_STATE:
         raise ValueError(
             f"a state is a dict of at most {LONGEST_STATE} characters as JSON"

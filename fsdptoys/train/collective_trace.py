@@ -37,11 +37,5 @@ def trace_collectives(
         say(render(calls, f"collectives of {whose}"))
 
     trace = CollectiveTrace(step, trainer.strategy.model, within, write_table)
-    beat = trainer.on_phase
-
-    def on_phase(step: int, phase: str) -> None:
-        beat(step, phase)
-        trace.enter(step, phase)
-
-    trainer.on_phase = on_phase
+    trainer.follow_phases(trace.enter)
     trainer.around_step = trace.around

@@ -1,6 +1,9 @@
 """Initial values of a run's parameters: from folders or from the seed, for plain, adapted and
 quantized models."""
 
+from collections.abc import Mapping
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -11,7 +14,7 @@ from fsdptoys.models import DecoderModel, stored_buffers
 from fsdptoys.models.lora import init_adapter_rows, is_adapter
 from fsdptoys.models.nf4 import is_packed, pack, unpacked_columns, unquantized_name
 from fsdptoys.parallel import seeded
-from fsdptoys.utils.dtensor import local_tensor, sharded_rows
+from fsdptoys.utils.dtensor import local_bounds, local_tensor, sharded_rows
 
 
 class InitialValues:
@@ -32,7 +35,12 @@ class InitialValues:
         assert seed is not None
         self._init_from = open_init_from(model) if config.model.init_from else None
         self._adapter = open_adapter(config.tune, model)
-        self._drawn = seeded(model.row_initializer(), seed, threads)
+        initial = None if self._init_from else model.initial_tensors(seed)
+        self._drawn = (
+            seeded(model.row_initializer(), seed, threads, model.zero_rows())
+            if initial is None
+            else partial(_copy_values, initial)
+        )
         self._buffers = {buffer.name for buffer in stored_buffers(model)}
         self._drawn_adapter = seeded(init_adapter_rows, seed, threads)
 
@@ -54,3 +62,12 @@ class InitialValues:
         elif self._init_from is not None or name not in self._buffers:
             # a buffer without a folder keeps the value that the model computes
             (self._init_from.fill if self._init_from else self._drawn)(param, name)
+
+
+@torch.no_grad()
+def _copy_values(initial: Mapping[str, Tensor], param: Tensor, name: str) -> None:
+    """Copy this rank's shard of a full tensor."""
+    local = local_tensor(param)
+    if local.numel():
+        bounds = tuple(slice(start, stop) for start, stop in local_bounds(param))
+        local.copy_(initial[name][bounds])

@@ -18,6 +18,7 @@ from fsdptoys.device import Device
 from fsdptoys.exact import Float64Context, use_exact_ops
 from fsdptoys.memory import ActivationOffload, checkpoint_blocks
 from fsdptoys.models import DecoderModel, MoEConfig, stored_buffers, use_context
+from fsdptoys.models.layers import RunnableBlock
 from fsdptoys.models.lora import Samples
 from fsdptoys.parallel import ParamInit, Strategy, World
 from fsdptoys.parallel.float8 import convert_to_float8
@@ -133,7 +134,7 @@ def parallelize(
         routing,
         sizes,
         {name for name, shape in shapes.items() if len(shape) >= 2},
-        {name for name in shapes if name.startswith("layers.")},
+        {name for name in shapes if name.startswith(f"{model.blocks_name}.")},
         flops_per_token,
         attention_backend,
     )

@@ -102,6 +102,7 @@ class TrainedModel:
         self._weights: RunWeights | CheckpointWeights | HuggingFaceFolder
         self._settings: Mapping[str, Any] = {}
         self._cached: dict[str, Tensor] = {}
+        self._shapes: dict[str, torch.Size] = {}
         if (path / CONFIG_FILE).exists():
             self._weights = HuggingFaceFolder(path)
             self.config = self._weights.model_config()
@@ -211,7 +212,7 @@ class TrainedModel:
         put_kernels(model, kernels)
         model.to(dtype).requires_grad_(False)
         materialize(model, device.torch_device, self._fill)
-        init_buffers(model, device.torch_device, torch.float32)
+        init_buffers(model, device.torch_device, torch.float32, dtype)
         for buffer in stored_buffers(model):
             self._fill(buffer.tensor, buffer.name)
         return model.eval()
@@ -241,7 +242,10 @@ class TrainedModel:
     @torch.no_grad()
     def _whole(self, name: str) -> Tensor:
         if name not in self._cached:
-            param = torch.empty(dict(named_weights(self._build()))[name].shape)
+            if not self._shapes:
+                weights = named_weights(self._build())
+                self._shapes = {other: weight.shape for other, weight in weights}
+            param = torch.empty(self._shapes[name])
             self._fill_alone(param, name)
             if self._adapter is not None:
                 self._adapter.merge(param, name)

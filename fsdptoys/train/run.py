@@ -109,7 +109,7 @@ class Run:
                 stack.callback(self._lock.release)
             heartbeat = HeartbeatWriter(heartbeats, self.rank)
             stack.callback(heartbeat.close)
-            trainer.on_phase = heartbeat.beat
+            trainer.follow_phases(heartbeat.beat)
             limits = {
                 "launch.timeout_seconds": config.launch.timeout_seconds,
                 "checkpoint.timeout_seconds": config.checkpoint.timeout_seconds,

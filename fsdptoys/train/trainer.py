@@ -264,6 +264,16 @@ class Trainer:
                 if on_step:
                     on_step(metrics)
 
+    def follow_phases(self, hook: Callable[[int, str], None]) -> None:
+        """Call ``hook`` after what ``on_phase`` calls already."""
+        before = self.on_phase
+
+        def on_phase(step: int, phase: str) -> None:
+            before(step, phase)
+            hook(step, phase)
+
+        self.on_phase = on_phase
+
     def _enter(self, step: int, phase: str) -> None:
         self._phase = phase
         self.on_phase(step, phase)

@@ -34,11 +34,16 @@ def tune_model(model: DecoderModel, config: Config) -> Samples | None:
     if config.parallel.capabilities.mixed_dtypes and config.train.grain_tokens is None:
         # The forward computes from these values in any case; a frozen weight needs no float32 copy
         # to add updates to.
-        for param in model.parameters():
-            if not param.requires_grad:
+        for name, param in model.named_parameters():
+            if not param.requires_grad and not _stays_float32(model, name):
                 # Keeps shared weights shared
                 param.data = param.data.to(config.parallel.param_dtype.torch)
     return samples if tune.dropout else None
+
+
+def _stays_float32(model: DecoderModel, name: str) -> bool:
+    """Whether a parameter belongs to a module that computes in float32 in every dtype."""
+    return any(name.startswith(f"{module}.") for module in model.float32_modules)
 
 
 def show_samples(

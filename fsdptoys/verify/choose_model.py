@@ -36,8 +36,8 @@ def choose_model(
     Raises:
         ConfigError: for an unknown name, a folder without ``config.json``, or no model at all.
     """
-    words = list(overrides)
-    chosen = [word for word in words if word.startswith("model=")]
+    settings = list(overrides)
+    chosen = [word for word in settings if word.startswith("model=")]
     if names and chosen:
         raise ConfigError(
             f"{names[0]} and {chosen[0]} both name the model; leave out one of them"
@@ -60,8 +60,8 @@ def choose_model(
         settings = [word for word in settings if not word.startswith("model.path=")]
         return ChosenModel(title, [*settings, f"model.path={quoted(scratch)}"], notes)
     if full:
-        return ChosenModel(title, words)
-    return _small(title, words)
+        return ChosenModel(title, settings)
+    return _small(title, settings)
 
 
 def quoted(path: Path) -> str:
@@ -86,10 +86,10 @@ def _preset(name: str) -> str:
     )
 
 
-def _small(title: str, words: list[str]) -> ChosenModel:
+def _small(title: str, settings: list[str]) -> ChosenModel:
     """Add overrides that shrink the model, except of keys that the command line sets."""
-    config = compose_config(words)
-    keys = {word.partition("=")[0] for word in words}
+    config = compose_config(settings)
+    keys = {word.partition("=")[0] for word in settings}
     positions = config.train.seq_len if "train.seq_len" in keys else 1
     changes = {
         f"model.{name}": value
@@ -97,13 +97,13 @@ def _small(title: str, words: list[str]) -> ChosenModel:
         if f"model.{name}" not in keys
     }
     if not changes:
-        return ChosenModel(title, words)
+        return ChosenModel(title, settings)
     small = [f"{key}={value_text(value)}" for key, value in changes.items()]
     try:
-        compose_config([*words, *small])
+        compose_config([*settings, *small])
     except ConfigError as mistake:
         raise ConfigError(
             f"{title} has no small form with these settings ({one_line(mistake)}); write --full, "
             "or set the model's sizes"
         ) from mistake
-    return ChosenModel(title, [*words, *small], [f"small form: {' '.join(small)}"])
+    return ChosenModel(title, [*settings, *small], [f"small form: {' '.join(small)}"])

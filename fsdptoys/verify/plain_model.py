@@ -1,5 +1,4 @@
-"""A model as its own code builds it: on the device where it computes, without the meta device, shards
-or hooks.
+"""A model as its own code builds it: where it computes, without the meta device, shards or hooks.
 
 It has the initial values that a run draws or reads. Routers get the gradients of their auxiliary
 losses from a formula here, over the micro-batches that a group of ranks would run at once
@@ -55,9 +54,12 @@ class PlainModel:
         self.module.to(device)
         if dtype is torch.float64:
             self.module.double()
-            if hasattr(self.module, "set_experts_implementation"):
+            choose_experts: Any = getattr(
+                self.module, "set_experts_implementation", None
+            )
+            if choose_experts is not None:
                 # transformers' grouped matmul has no float64
-                self.module.set_experts_implementation("eager")
+                choose_experts("eager")
         values = InitialValues(described, config, threads=1)
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         self.masters: dict[str, nn.Parameter] = {}

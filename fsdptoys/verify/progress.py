@@ -1,4 +1,4 @@
-"""Progress of a verification on stderr: a line for each row, and one every ten seconds in between."""
+"""Progress of a verification on stderr: a line for each row, one every ten seconds in between."""
 
 import time
 
@@ -19,7 +19,7 @@ class Progress:
         self._finished = 0
         self._started = time.monotonic()
         self._row_started = self._started
-        self._shown = self._started
+        self._line_time = self._started
         self._name = ""
 
     def begin(self, name: str) -> None:
@@ -30,7 +30,7 @@ class Progress:
     def beat(self) -> None:
         """Print a line if the last one is old."""
         now = time.monotonic()
-        if now - self._shown >= BEAT_SECONDS:
+        if now - self._line_time >= BEAT_SECONDS:
             running = _clock(now - self._row_started)
             self._show(self._finished + 1, f"running for {running}")
 
@@ -42,8 +42,8 @@ class Progress:
         return seconds
 
     def _show(self, number: int, text: str) -> None:
-        self._shown = time.monotonic()
-        elapsed = self._shown - self._started
+        self._line_time = time.monotonic()
+        elapsed = self._line_time - self._started
         left = "not known yet"
         if self._finished:
             rest = self._rows - self._finished

@@ -1,6 +1,6 @@
 """The plain loop's numbers, and how far its rounding takes them from a wider computation.
 
-Rounding is measured, not chosen. The plain loop runs once more in float64 (in float32 for bfloat16),
+Rounding is measured, not chosen. The plain loop runs once more in float64 (float32 for bfloat16),
 and the distance between both is the rounding error of the narrow computation. Rounding errors
 behave like independent random numbers around 0 (Higham and Mary, A new approach to probabilistic
 rounding error analysis, 2019), so two computations in one dtype differ by sqrt(2) of that on
@@ -10,7 +10,6 @@ which adds up gradients in another order.
 """
 
 import math
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -28,10 +28,10 @@ class Row:
         text = " ".join(self.overrides)
         if self.saved_by is None:
             return text
-        ranks, words = self.saved_by
-        return f"saved with {words} on {ranks} ranks, resumed with {text}"
+        ranks, overrides = self.saved_by
+        return f"saved with {overrides} on {ranks} ranks, resumed with {text}"
 
-    def keys(self) -> dict[str, str]:
+    def settings(self) -> dict[str, str]:
         """Key → value of its overrides."""
         pairs = (word.partition("=") for word in self.overrides)
         return {key: value for key, _, value in pairs}
@@ -193,7 +193,7 @@ def select_rows(names: str, ranks: int, fixed: Sequence[str]) -> Selection:
     for name, row in chosen.items():
         other = [
             f"{key}={value}"
-            for key, value in row.keys().items()
+            for key, value in row.settings().items()
             if values.get(key, value) != value
         ]
         if row.ranks > ranks:

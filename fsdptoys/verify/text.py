@@ -35,7 +35,7 @@ def summary(report: Report) -> str:
         outcome: sum(result.verdict.outcome is outcome for result in report.results)
         for outcome in Outcome
     }
-    words = {
+    phrases = {
         Outcome.equal: "equal in every bit",
         Outcome.within: "within rounding",
         Outcome.differs: "different",
@@ -44,7 +44,7 @@ def summary(report: Report) -> str:
     }
     parts = [
         f"{counts[outcome]} {text}"
-        for outcome, text in words.items()
+        for outcome, text in phrases.items()
         if counts[outcome]
     ]
     trained = len(report.results) - counts[Outcome.refused]

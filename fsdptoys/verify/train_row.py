@@ -1,9 +1,9 @@
 """What the ranks of a row do: train with the run's own trainer, and compare as they go."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -55,20 +55,16 @@ class Recorder:
         self._trainer = trainer
         self._reference = reference
         self._measure = Measure(reference, trainer.world.device.torch_device)
-        stepper = trainer.stepper
-        self._clip: Any = stepper.clip
-        self._step: Any = stepper.step
-        vars(stepper).update(clip=self._clip_compared, step=self._step_compared)
+        trainer.follow_phases(self._enter)
+        trainer.around_step = self._around
         if not trainer.config.checkpoint.resumes:
             self._add(0, "initial value of", parameters(trainer))
         self._add_buffers(0)
 
-    def _clip_compared(self, *args: Any, **options: Any) -> Tensor:
-        step = self._trainer.steps_done + 1
-        with gradients(self._trainer) as grads:
-            self._add(step, "gradient of", self._in_full(step, grads))
-        norm: Tensor = self._clip(*args, **options)
-        return norm
+    def _enter(self, step: int, phase: str) -> None:
+        if phase == "optimizer":
+            with gradients(self._trainer) as grads:
+                self._add(step, "gradient of", self._in_full(step, grads))
 
     def _in_full(self, step: int, grads: NamedTensors) -> NamedTensors:
         """Leave out gradients in other shapes, which some toys keep."""
@@ -77,14 +73,12 @@ class Recorder:
             if expected is not None and grad.shape == expected.shape:
                 yield name, grad
 
-    def _step_compared(self, *args: Any) -> None:
-        self._step(*args)
+    @contextmanager
+    def _around(self, step: int) -> Iterator[None]:
+        yield
         # Waiting for deferred updates would hide one that comes too late.
-        step = self._trainer.steps_done + 1
-        if (
-            not self._trainer.stepper.unit_by_unit
-            and step < self._trainer.config.train.steps
-        ):
+        is_deferred = self._trainer.stepper.unit_by_unit
+        if not is_deferred and step < self._trainer.config.train.steps:
             self._add(step, "parameter", parameters(self._trainer))
 
     def finish(self) -> Figures | None:
@@ -113,12 +107,12 @@ class Recorder:
             yield label, tensor
 
     def _add_buffers(self, step: int) -> None:
-        known = [
+        expected = [
             (name, buffer)
             for name, buffer in buffers(self._trainer)
             if (step, f"buffer {name}") in self._reference
         ]
-        self._add(step, "buffer", known)
+        self._add(step, "buffer", expected)
 
 
 def silence(folder: Path) -> None:

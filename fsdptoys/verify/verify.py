@@ -92,13 +92,13 @@ def verify(request: Request) -> Report:
     Raises:
         ConfigError: if the settings cannot be trained in one process either.
     """
-    words = usual_overrides(request.overrides, request.device)
-    base = compose_config([*words, "parallel=single"])
+    overrides = usual_overrides(request.overrides, request.device)
+    base = compose_config([*overrides, "parallel=single"])
     base.validate(1, request.device)
     progress = Progress(len(request.selection.rows))
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        runner = Runner(words, request.device, Path(folder), progress)
+        runner = Runner(overrides, request.device, Path(folder), progress)
         for row in request.selection.rows:
             progress.begin(row.name)
             verdict = runner.run(row)
@@ -185,10 +185,12 @@ class Runner:
 
     def reference(self, row: Row, split: Split) -> Reference:
         """Return the plain loop's numbers for a row, trained once."""
-        words = tuple(word for word in row.overrides if word.startswith(OF_REFERENCE))
-        key = split, words
+        overrides = tuple(
+            word for word in row.overrides if word.startswith(OF_REFERENCE)
+        )
+        key = split, overrides
         if key not in self._references:
-            config, _ = self.configure([*words, "parallel=single"], 1)
+            config, _ = self.configure([*overrides, "parallel=single"], 1)
             device = torch.device(self._device)
             self._references[key] = self._run(
                 1, train_reference, config, split, device
@@ -198,8 +200,8 @@ class Runner:
     def _save(self, row: Row, config: Config) -> None:
         """Train the run from which a row resumes, and make the row resume from it."""
         assert row.saved_by is not None
-        ranks, words = row.saved_by
-        saved, _ = self.configure(words.split(), ranks)
+        ranks, overrides = row.saved_by
+        saved, _ = self.configure(overrides.split(), ranks)
         saved.metrics.run_dir = str(self._folder / f"{row.name}-saved")
         saved.checkpoint.every = SAVED_STEP
         saved.checkpoint.keep = saved.train.steps

@@ -18,9 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from ..cache import KeyValueCache
+from ..context import FULL_SEQUENCES, Context
 from ..decoder import ParameterCounts, RowInitializer
+from ..documents import document_positions
+from ..huggingface import WeightsFormat
 from ..layers import LossFn
 from ..stages import Stage
+from .attention import NAME as ATTENTION
+from .attention import (
+    Sequences,
+    choose_attention,
+    register_attention,
+    share_decoder,
+)
 from .base import TransformersBase, TransformersSettings
 from .blocks import make_runnable
 from .buffers import buffer_dtypes, compute_buffers, float32_names
@@ -29,6 +39,7 @@ from .checks import check_parts, find_parts
 from .counts import count_parameters, matmul_flops_per_token
 from .head import TransformersHead, find_form
 from .initial import RecordedInitialization
+from .weights import TransformersFormat, match_names
 
 
 class TransformersModel(TransformersBase):
@@ -37,6 +48,7 @@ class TransformersModel(TransformersBase):
     children_of_decoder: dict[str, str]
     """Name of a child here → its name in the decoder."""
     swaps_blocks = True
+    chunk_lens = (None,)
 
     def __init__(self, config: TransformersSettings) -> None:
         super().__init__()
@@ -61,12 +73,21 @@ class TransformersModel(TransformersBase):
         parts.head.__class__ = TransformersHead
         parts.head.form = form
         self.lm_head = parts.head
+        register_attention()
+        self._attention_configs = [hf.config, parts.decoder.config]
+        self._own_attention = hf.config._attn_implementation
         for block in self.layers:
             make_runnable(block)
         self.parts = parts.names_of_block_parts
         self.hugging_face_names = _names_in(self, hf)
         self.float32_modules = float32_names(self, hf)
         check_parts(self, self.children_of_decoder, hf)
+        self._format = TransformersFormat(hf, match_names(self, hf), config)
+
+    @property
+    def weights_format(self) -> WeightsFormat:
+        """transformers' own names and tensors."""
+        return self._format
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Show the decoder what a strategy sets in place of a child."""
@@ -97,17 +118,35 @@ class TransformersModel(TransformersBase):
         """
         assert stage is None, "the configuration was not validated"
         count = tokens_BT.shape[1]
+        context = self.context
+        document_end = self.document_end
         if cache is not None:
             tokens_BT = cache.add_tokens(tokens_BT)
-        hidden_BTD = self.hidden_states(tokens_BT)[:, -count:]
+            context = FULL_SEQUENCES
+            document_end = None
+        if context.ranks > 1 or document_end is not None:
+            if labels_BT is not None:
+                labels_BT = context.cut(labels_BT, 1)
+            hidden_BTD = self._hidden_parts(tokens_BT, context, document_end)
+        else:
+            choose_attention(self._attention_configs, self._own_attention)
+            hidden_BTD = self.decoder(input_ids=tokens_BT, use_cache=False)[0]
+            hidden_BTD = hidden_BTD[:, -count:]
+        if not self._has_norm:
+            hidden_BTD = self.norm(hidden_BTD)
         output: Tensor = self.lm_head(hidden_BTD, labels_BT, loss_fn)
         return output
 
-    def hidden_states(self, tokens_BT: Tensor) -> Tensor:
-        """Return the input of the head."""
-        output = self.decoder(input_ids=tokens_BT, use_cache=False)
-        hidden_BTD: Tensor = output[0]
-        return hidden_BTD if self._has_norm else self.norm(hidden_BTD)
+    def _hidden_parts(
+        self, tokens_BT: Tensor, context: Context, document_end: int | None
+    ) -> Tensor:
+        """Hidden states of this rank's part of sequences, with documents kept apart."""
+        choose_attention(self._attention_configs, ATTENTION)
+        positions_BT = None
+        if document_end is not None:
+            positions_BT = document_positions(tokens_BT, document_end)
+        sequences = Sequences(context, self.ops, positions_BT)
+        return share_decoder(self.decoder, sequences, tokens_BT)
 
     def initialization(self) -> RecordedInitialization:
         """Record transformers' initialization; on the meta device, before anything is replaced."""
@@ -150,6 +189,19 @@ class TransformersModel(TransformersBase):
         """FLOPs of forward and backward per token: 6 per weight of a matmul, attention over half
         the square; see ``counts``."""
         return matmul_flops_per_token(self, seq_len)
+
+    def flops_per_token_of_documents(
+        self, seq_len: int, mean_keys: Mapping[int | None, float]
+    ) -> float:
+        """FLOPs per token where documents are kept apart; a window's keys are bounded by them."""
+        return matmul_flops_per_token(self, seq_len, most_keys=mean_keys[None])
+
+    def block_kind(self, index: int) -> tuple[object, ...]:
+        """Shapes of the parameters, class, and kind of layer."""
+        kinds = getattr(self.hf.config, "layer_types", None)
+        kind = kinds[index] if isinstance(kinds, (list, tuple)) else None
+        block = self.layers[index]
+        return (*super().block_kind(index), type(block).__name__, kind)
 
     def parameter_counts(self) -> ParameterCounts:
         """Count parameters by purpose."""

@@ -81,6 +81,39 @@ def read_architecture(text: str, layers: int | None) -> Architecture:
     )
 
 
+COSMETIC = frozenset(
+    {
+        *("_name_or_path", "architectures", "dtype", "torch_dtype"),
+        *("transformers_version", "use_cache", "id2label", "label2id"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id"),
+        *("initializer_range", "router_aux_loss_coef", "return_dict"),
+        *("output_hidden_states", "output_attentions", "output_router_logits"),
+        *("problem_type", "finetuning_task", "tokenizer_class", "task_specific_params"),
+    }
+)
+"""Settings that do not change what weights compute."""
+
+
+def compared_settings(text: str, layers: int | None) -> dict[str, Any]:
+    """Settings that weights were made with, as transformers understands them."""
+    tree: dict[str, Any] = _read(text, layers).to_dict()
+    return {key: value for key, value in tree.items() if key not in COSMETIC}
+
+
+def with_layers(tree: dict[str, Any], layers: int | None) -> dict[str, Any]:
+    """Return the content of ``config.json`` with another number of blocks; None for its own."""
+    return tree if layers is None else _with_layers(tree, _config_class(tree), layers)
+
+
+def has_causal_lm(name: str) -> bool:
+    """Whether the installed transformers has a causal language model of this class name."""
+    if importlib.util.find_spec("transformers") is None:
+        return False
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
 @functools.lru_cache(maxsize=16)
 def _read(text: str, layers: int | None) -> Any:
     tree = parse_text(text)

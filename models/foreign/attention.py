@@ -15,7 +15,7 @@ of its values.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -257,3 +257,33 @@ def register_attention() -> None:
 def one_rank(ops: Ops, positions_BT: Tensor | None = None) -> Sequences:
     """Sequences that one rank computes."""
     return Sequences(FULL_SEQUENCES, ops, positions_BT)
+
+
+def choose_attention(configs: Iterable[Any], name: str) -> None:
+    """Let layers with these configurations attend by an entry of the registries."""
+    for config in configs:
+        if config._attn_implementation != name:
+            config._attn_implementation = name
+
+
+def share_decoder(decoder: Any, sequences: Sequences, tokens_BT: Tensor) -> Tensor:
+    """Run a decoder over this rank's part of sequences; returns hidden_BtD.
+
+    Positions are given, and a mask of ones: without it transformers would look for documents in a
+    part's positions.
+    """
+    context = sequences.context
+    positions_BT = sequences.positions_BT
+    if positions_BT is None:
+        places_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        positions_BT = places_T.unsqueeze(0)
+    own_Bt = context.cut(tokens_BT, 1)
+    with attends_by(sequences):
+        output = decoder(
+            input_ids=own_Bt,
+            attention_mask=torch.ones_like(own_Bt),
+            position_ids=context.cut(positions_BT, 1),
+            use_cache=False,
+        )
+    hidden_BtD: Tensor = output[0]
+    return hidden_BtD

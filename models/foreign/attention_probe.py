@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ops import Ops
 from .attention import NAME, Mask, attend, attends_by, make_mask, one_rank
+from .base import TransformersSettings
 
 PROBE = f"{NAME}_probe"
 """Name of the recording attention in transformers' registries."""
@@ -61,6 +64,19 @@ class AttentionUse:
     can."""
 
 
+def attention_use(config: TransformersSettings) -> AttentionUse:
+    """Probe the model of a configuration; once."""
+    key = (config.text, config.layers)
+    if key not in _USES:
+        with torch.device("meta"):
+            model = config.build()
+        _USES[key] = probe_attention(model.hf, model.decoder, list(model.layers))
+    return _USES[key]
+
+
+_USES: dict[tuple[str, int | None], AttentionUse] = {}
+
+
 def probe_attention(
     model: Any, decoder: nn.Module, blocks: Sequence[nn.Module]
 ) -> AttentionUse:
@@ -96,6 +112,7 @@ def _observed_obstacle(
         _recorded_attention(model, decoder, watch),
         _watched_blocks(blocks, watch),
         _without_experts(blocks),
+        mock.patch.object(Distribution, "_validate_args", False),
         torch.device("meta"),
         torch.no_grad(),
         attends_by(one_rank(Ops())),

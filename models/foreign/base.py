@@ -3,12 +3,19 @@
 from abc import ABC, abstractmethod
 from typing import Any
 
+from torch import nn
+
 from ..config import ModelConfig
 from ..decoder import DecoderModel
 
 
 class TransformersSettings(ModelConfig, ABC):
     """Settings by which transformers builds a model."""
+
+    @property
+    @abstractmethod
+    def path(self) -> str | None:
+        """Folder with config.json."""
 
     @property
     @abstractmethod
@@ -25,6 +32,22 @@ class TransformersSettings(ModelConfig, ABC):
         """Content of config.json, which has been read."""
         assert self.config is not None, "the configuration was not checked"
         return self.config
+
+
+class ModuleSettings(ModelConfig, ABC):
+    """Settings of a model that is any ``nn.Module``."""
+
+    @abstractmethod
+    def blocks(self, module: Any) -> nn.ModuleList | None:
+        """Return the list of blocks of a module; None if it has none."""
+
+    @abstractmethod
+    def head(self, module: Any) -> nn.Linear | None:
+        """Return the last layer of a module, if ``forward`` returns what that layer returns."""
+
+    @abstractmethod
+    def flops_per_token(self, module: Any, seq_len: int) -> float | None:
+        """Return the FLOPs of forward and backward per token; None if unknown."""
 
 
 class TransformersBase(DecoderModel, ABC):

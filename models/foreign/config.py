@@ -9,16 +9,20 @@ Dropout and jitter are set to 0: their random numbers would depend on the layout
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..capabilities import ModelCapabilities
 from ..checks import MOST_LAYERS, at_least, check_bounds
 from ..config import ReadJSON
-from .architecture import Architecture, read_architecture
+from .architecture import Architecture, compared_settings, read_architecture
 from .base import TransformersSettings
 from .json_text import config_text
+
+if TYPE_CHECKING:
+    from .attention_probe import AttentionUse
 
 
 @dataclass
@@ -53,6 +57,11 @@ class TransformersConfig(TransformersSettings):
         if self.config is not None or self.path is None:
             return []
         file = Path(self.path).expanduser() / "config.json"
+        if not file.exists():
+            raise ValueError(
+                f"model.path={self.path} has no config.json; name the folder of a model, such as a "
+                "download: hf download OWNER/NAME --local-dir FOLDER"
+            )
         self.config = config_text(read_json(file), str(file))
         return [file]
 
@@ -83,6 +92,11 @@ class TransformersConfig(TransformersSettings):
     def capabilities(self) -> ModelCapabilities:
         """What is left to this project in a model that it does not compute itself."""
         return dataclasses.replace(CAPABILITIES, **self.architecture.lacks)
+
+    @property
+    def model_type(self) -> str:
+        """The family of transformers."""
+        return self.architecture.model_type
 
     @property
     def dim(self) -> int:
@@ -125,11 +139,18 @@ class TransformersConfig(TransformersSettings):
         return False
 
     def is_cosmetic(self, key: str) -> bool:
-        """Also the folder, and the longest sequence."""
-        return key in ("path", "max_len") or super().is_cosmetic(key)
+        """Also the folder, its file, which ``details`` has in parts, and the longest sequence."""
+        return key in ("path", "config", "max_len") or super().is_cosmetic(key)
+
+    def details(self) -> dict[str, Any]:
+        """The settings in ``config.json``, as transformers understands them."""
+        if self.config is None:
+            return {}
+        return compared_settings(self.config, self.layers)
 
     def notes(self) -> list[str]:
-        """Say what is set otherwise than in the file, and what does not train."""
+        """Say what is set otherwise than in the file, what does not train, and that weights in the
+        folder are not used."""
         from .checks import find_facts
 
         rows = [
@@ -141,7 +162,39 @@ class TransformersConfig(TransformersSettings):
         padding = [
             f"{', '.join(rows)} {state}, as in transformers (pad_token_id in config.json)"
         ]
-        return [*self.architecture.notes, *padding[: len(rows)]]
+        notes = [*self.architecture.notes, *padding[: len(rows)]]
+        if self.init_from is None and self.path is not None:
+            files = Path(self.path).expanduser().glob("*.safetensors")
+            if next(files, None) is not None:
+                notes.append(
+                    f"model.path={self.path} holds weights that this run does not start from; set "
+                    f"model.init_from={self.path} to start from them"
+                )
+        return notes
+
+    def with_layers(self, count: int) -> "TransformersConfig":
+        """Return the settings of a model with another number of blocks."""
+        return dataclasses.replace(self, layers=count)
+
+    def sequence_obstacle(self) -> str | None:
+        """Why ranks cannot share its sequences, nor documents be kept apart."""
+        return self._attention_use.obstacle
+
+    @property
+    def attends_plainly(self) -> bool:
+        """Whether all its attention is causal, and no more."""
+        return self._attention_use.is_plain
+
+    @property
+    def shared_heads(self) -> int:
+        """The greatest common divisor of the numbers of query heads of its layers."""
+        return math.gcd(self.n_heads, *self._attention_use.heads)
+
+    @property
+    def _attention_use(self) -> "AttentionUse":
+        from .attention_probe import attention_use
+
+        return attention_use(self)
 
     def without_gradients(self) -> list[str]:
         """Return the names of parameters that no loss reaches."""
@@ -157,15 +210,12 @@ class TransformersConfig(TransformersSettings):
 
 
 CAPABILITIES = ModelCapabilities(
-    shares_sequences=False,
     splits_experts=False,
     splits_features=False,
     splits_layers=False,
     float8=False,
     nf4=False,
-    adapters=False,
     layout_mode=False,
-    masks_documents=False,
     own_kernels=False,
     buffer_dtype=False,
     fast_estimate=False,

@@ -10,6 +10,7 @@ FLOPs of forward and backward per token:
 Blocks without softmax attention are counted with it where ``layer_types`` does not say so.
 """
 
+import math
 from typing import Any
 
 from torch import nn
@@ -44,8 +45,16 @@ def count_parameters(model: TransformersBase) -> ParameterCounts:
     )
 
 
-def matmul_flops_per_token(model: TransformersBase, seq_len: int) -> float:
-    """FLOPs of forward and backward per token."""
+def matmul_flops_per_token(
+    model: TransformersBase, seq_len: int, most_keys: float = math.inf
+) -> float:
+    """FLOPs of forward and backward per token.
+
+    Args:
+        model: with all parameters.
+        seq_len: tokens of a sequence.
+        most_keys: bound of the keys that a token sees on average.
+    """
     settings = _settings(model)
     share = expert_share(settings)
     flops = 0.0

@@ -18,7 +18,7 @@ Shapes: B batch, T sequence, D width, V vocabulary.
 import contextlib
 import random
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,9 @@ from ..cache import KeyValueCache
 from ..decoder import DecoderModel, RowInitializer
 from ..layers import LossFn, matmul_flops
 from ..stages import Stage
+from .base import ModuleSettings
 from .blocks import make_runnable
 from .head import TransformersHead
-
-if TYPE_CHECKING:
-    from .module_config import ModuleConfig
 
 FEW_TOKENS = 8
 """Tokens of the forward that checks a module."""
@@ -58,9 +56,9 @@ class ModuleModel(DecoderModel):
 
     module: nn.Module
     """The module; not a child of this one, which has the same children."""
-    config: "ModuleConfig"
+    config: ModuleSettings
 
-    def __init__(self, config: "ModuleConfig", module: nn.Module) -> None:
+    def __init__(self, config: ModuleSettings, module: nn.Module) -> None:
         super().__init__()
         self.config = config
         blocks = config.blocks(module)

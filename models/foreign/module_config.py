@@ -20,7 +20,7 @@ from torch import nn
 
 from ..capabilities import ModelCapabilities
 from ..checks import MOST_TOKENS, at_least, check_bounds
-from ..config import ModelConfig
+from .base import ModuleSettings
 from .module import ModuleModel, find_blocks
 
 BUILD = "build"
@@ -28,11 +28,10 @@ BUILD = "build"
 
 
 @dataclass
-class ModuleConfig(ModelConfig):
+class ModuleConfig(ModuleSettings):
     """A model that is any ``nn.Module`` from tokens to logits."""
 
     family: ClassVar[str] = "module"
-    init_from: ClassVar[None] = None
 
     name: str = ""
     """Name of the model, for titles."""
@@ -40,6 +39,8 @@ class ModuleConfig(ModelConfig):
     """Number of token ids, and of the logits of a token."""
     max_seq_len: int = field(default=4096, metadata=at_least(1, MOST_TOKENS))
     """Longest sequence that the model takes, in tokens."""
+    init_from: str | None = None
+    """Not for these models, which are in no Hugging Face format; null."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -120,6 +121,11 @@ class ModuleConfig(ModelConfig):
     def notes(self) -> list[str]:
         """Say what is unknown of the module."""
         return self._model.notes()
+
+    def with_layers(self, count: int) -> "ModuleConfig":
+        """Itself: only all blocks can be built."""
+        assert count == self.n_layers
+        return self
 
     @property
     def _model(self) -> ModuleModel:

@@ -14,7 +14,6 @@ Not covered: tensors that join several parameters, or take other elements than a
 family of transformers 5.24 has these; they are refused by name.
 """
 
-import copy
 import dataclasses
 import functools
 import math
@@ -29,6 +28,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..huggingface import FolderLayout, Piece, WeightsFormat, whole
 from ..stored_buffers import stored_buffers
+from .architecture import with_layers
+from .base import TransformersSettings
+from .json_text import config_text, parse_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,29 +46,26 @@ class TransformersFormat(WeightsFormat):
         original: transformers' own model on the meta device, before an adapter changes it.
         names: our name of each parameter and stored buffer, of shared ones the first → its name in
             ``original``.
-        config: ``config.json`` of the folder that describes the model, as a tree.
-        source: that folder.
+        config: of the model.
     """
 
     def __init__(
         self,
         original: "PreTrainedModel",
         names: Mapping[str, str],
-        config: Mapping[str, Any],
-        source: str,
+        config: TransformersSettings,
     ) -> None:
-        self.source = source
+        self.source = config.path
         self._config = config
         self._original = original
         self._names = dict(names)
         weights = dict(_all_weights(original))
         self._shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-        for name, tensor in weights.items():
-            if not tensor.is_floating_point():
-                raise ValueError(
-                    f"{type(original).__name__} stores {name} as {tensor.dtype}, and weights of "
-                    "floating-point numbers alone are read and written; use another model"
-                )
+        self._integers = [
+            f"{name} as {tensor.dtype}"
+            for name, tensor in weights.items()
+            if not tensor.is_floating_point()
+        ]
         ties = original.all_tied_weights_keys
         self._ties = {alias: ties[alias] for alias in ties if alias in weights}
         self._unexpected = [
@@ -78,6 +77,15 @@ class TransformersFormat(WeightsFormat):
         self._float32 = re.compile(
             "|".join(rf"(^|\.){pattern}($|\.)" for pattern in patterns) or r"(?!)"
         )
+
+    def check(self) -> None:
+        """Check that every weight has a place in a folder."""
+        if self._integers:
+            raise ValueError(
+                f"{type(self._original).__name__} stores {self._integers[0]}, and folders are read "
+                "and written of floating-point numbers only"
+            )
+        _ = self._pieces
 
     def pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
         """The regions that transformers' own conversion gives."""
@@ -132,11 +140,21 @@ class TransformersFormat(WeightsFormat):
         }
         return FolderLayout(pieces, unused, copies)
 
-    def write_config(self, dtype: str) -> dict[str, Any]:
-        """The model's own ``config.json``, with the dtype and the version of transformers."""
+    def write_config(
+        self, dtype: str, source: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The model's own ``config.json``, with the dtype and the version of transformers.
+
+        The source's file has keys that a run does not keep. It is used if it still says what the
+        run knows; but code that it names is not beside the written weights.
+        """
         import transformers
 
-        tree = copy.deepcopy(dict(self._config))
+        config = self._config
+        tree = parse_text(config.text)
+        if source is not None and config_text(source, "config.json") == config.text:
+            tree = {key: source[key] for key in source if key != "auto_map"}
+        tree = with_layers(tree, config.layers)
         if "torch_dtype" in tree:
             tree["torch_dtype"] = dtype
         return tree | {

@@ -126,9 +126,9 @@ def page(results: dict[str, dict[str, Any]], command: str) -> str:
             f"Command: `{command}`. {machine}.",
             "",
             "Each cell is one row of `fsdptoys verify` ([docs/verify.md](../docs/verify.md)) on "
-            "the small form of a model: `=` is equal to the plain loop in every bit, a number is the "
-            "largest relative difference of any number, which rounding explains, `–` is refused by "
-            "name.",
+            "the small form of a model: `=` is equal to the plain loop in every bit, a number is "
+            "the largest relative difference of any number, which rounding explains, `–` is "
+            "refused by name.",
             "",
             f"{len(results)} models, {len(trained)} rows: {counted}.",
             "",

@@ -88,18 +88,18 @@ def train_with_peft(
     model = peft.PeftModel.from_pretrained(base, adapter, is_trainable=True).train()
     params = [param for param in model.parameters() if param.requires_grad]
     trainer = Trainer(config)
-    ours = trainer.optimizer.param_groups[0]
+    group = trainer.optimizer.param_groups[0]
     optimizer = torch.optim.AdamW(
         params,
-        lr=ours["lr"],
-        betas=ours["betas"],
-        eps=ours["eps"],
-        weight_decay=ours["weight_decay"],
+        lr=group["lr"],
+        betas=group["betas"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
     )
     losses = []
     norms = []
     for step in range(1, config.train.steps + 1):
-        optimizer.param_groups[0]["lr"] = ours["lr"]
+        optimizer.param_groups[0]["lr"] = group["lr"]
         batches = trainer.data.next_step(lambda seconds: seconds).microbatches
         valid = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in batches)
         total = 0.0
@@ -249,8 +249,13 @@ def test_layers_that_get_no_adapters_are_refused_by_name(
     write_original(tmp_path, family)
     model = foreign(tmp_path)
     tune = LoRAConfig(rank=RANK, targets=targets)
-    said = refusal(lambda: foreign_config(model, SingleConfig(), 1, tune=tune))
-    assert said.startswith("tune.targets names ") and sentence in said
+    sentence_of_refusal = refusal(
+        lambda: foreign_config(model, SingleConfig(), 1, tune=tune)
+    )
+    assert (
+        sentence_of_refusal.startswith("tune.targets names ")
+        and sentence in sentence_of_refusal
+    )
 
 
 @pytest.mark.oracle
@@ -259,8 +264,10 @@ def test_quantized_weights_are_refused_by_name(tmp_path: Path) -> None:
     write_original(tmp_path, "llama")
     model = foreign(tmp_path)
     tune = LoRAConfig(rank=RANK, targets=["q_proj"], base=Base.nf4)
-    said = refusal(lambda: foreign_config(model, SingleConfig(), 1, tune=tune))
-    assert said.startswith("tune.base=nf4 is not built for")
+    sentence_of_refusal = refusal(
+        lambda: foreign_config(model, SingleConfig(), 1, tune=tune)
+    )
+    assert sentence_of_refusal.startswith("tune.base=nf4 is not built for")
 
 
 @pytest.mark.oracle

@@ -26,7 +26,7 @@ LINES = {
         *("model=gpt2_debug", "model=gpt2_large", "model=gpt2_medium"),
         "model=gpt2_xl",
     ],
-    "fsdptoys train model=mi": ["model=mine"],
+    "fsdptoys train model=min": ["model=mine"],
     "fsdptoys train --config-dir more model=ba": ["model=bare"],
     "fsdptoys train experiment=n": ["experiment=null"],
     "fsdptoys train train.see": ["train.seed="],

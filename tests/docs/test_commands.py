@@ -40,7 +40,9 @@ NOT_RUN = {
     "fine_tuning.md": ["gpu"],
 }
 """Page → requirements of the blocks that no test runs, in order."""
-ABSENT = r"(data\.(folder|sources|files|tokenizer)|model\.init_from|tune\.adapter)="
+ABSENT = (
+    r"(data\.(folder|sources|files|tokenizer)|model\.(init_from|path)|tune\.adapter)="
+)
 """Beginnings of the errors of settings that name a file or a folder."""
 FEW_DEVICES = (
     r"launch\.nproc_per_node=\d+ is over the number of|"

@@ -70,5 +70,5 @@ def test_loss_and_gradients_equal_autograd(
         grads = [leaf.grad for leaf in leaves if leaf is not None]
         return [loss.detach().double(), *(grad for grad in grads if grad is not None)]
 
-    for mine, theirs in zip(gradients(True), gradients(False), strict=True):
-        torch.testing.assert_close(mine, theirs.to(mine.dtype), rtol=1e-5, atol=1e-5)
+    for grad, expected in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(grad, expected.to(grad.dtype), rtol=1e-5, atol=1e-5)

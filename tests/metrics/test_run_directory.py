@@ -113,7 +113,7 @@ def test_new_run_never_overwrites_existing_files(name):
 def test_second_of_two_concurrent_runs_in_one_folder_is_rejected(monkeypatch):
     """Oracle: the expected message, with the earlier check passed by both as in a race."""
     monkeypatch.setattr(
-        "fsdptoys.metrics.run_directory.check_run_dir", lambda config, resumes: None
+        "fsdptoys.metrics.run_directory.check_run_dir", lambda *arguments: None
     )
     open_run("run")
     with pytest.raises(

@@ -17,8 +17,8 @@ from fsdptoys.train.trainer import Trainer
 from tests.harness.foreign_runs import foreign_config, tiny_model
 from tests.harness.full_trace import predict_in_full
 from tests.harness.levels import by_level
+from tests.harness.own_module import OwnConfig
 from tests.harness.ranks import run_ranks
-from tests.models.foreign.test_module import OwnConfig
 
 pytestmark = pytest.mark.oracle
 

@@ -193,6 +193,9 @@ CALLS = re.compile(
 )
 
 OWN_FILES = {
+    "checkpoint/dcp_folder.py": (
+        "tensors alone (weights_only), in an archive that is as large as it says"
+    ),
     "data/json_lines.py": (
         "one field of a row of bounded length, eight times as fast; errors name the row"
     ),

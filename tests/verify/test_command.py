@@ -116,7 +116,7 @@ def test_rows_have_names_for_the_command_line() -> None:
     """Oracle: the row's own name; every row has a strategy."""
     for name, row in ROWS.items():
         assert re.fullmatch(r"[a-z0-9_-]+", name) and row.name == name
-        assert "parallel" in row.keys() and 1 <= row.ranks <= 8
+        assert "parallel" in row.settings() and 1 <= row.ranks <= 8
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ from fsdptoys.plan.trace.tracer import DEVICE_TYPES
 from fsdptoys.train.tuning import quantize_base, tune_model
 from fsdptoys.utils.uncached import Uncached
 
+from .full_traces import full_replays
 from .pipeline import Part, Replays, predict_pipeline
 from .skeleton import reduced, trace_skeleton
 from .splice import Splicer
@@ -71,8 +72,13 @@ def fast_estimate(config: Config, hardware: Hardware, world_size: int) -> Predic
     """Predict one rank's memory and time for a validated configuration."""
     train = config.train
     mesh = config.mesh
+    is_traced = not config.model.capabilities.fast_estimate
+    if is_traced:
+        # Forks then have the packages that it imports
+        _build_model(_model_key(config), Uncached(config))
     tracing_process.start_tracing(DEVICE_TYPES[attention_of(config, hardware)])
-    replays = functools.partial(_replays, config, hardware, world_size)
+    replay_parts = full_replays if is_traced else _replays
+    replays = functools.partial(replay_parts, config, hardware, world_size)
     stages: tuple[StagePrediction, ...] = ()
     with _without_collection():
         if mesh.pp_size > 1:
@@ -93,7 +99,7 @@ def fast_estimate(config: Config, hardware: Hardware, world_size: int) -> Predic
     )
     peak_flops = hardware.peak_flops.get(config.parallel.param_dtype.value)
     return Prediction(
-        method="estimated",
+        method="traced" if is_traced else "estimated",
         hardware=hardware.name,
         world_size=world_size,
         tokens_per_step=round(tokens * world_size),

@@ -61,20 +61,8 @@ def layers_in_turn(model: DecoderModel) -> int:
 
 @functools.lru_cache(maxsize=64)
 def block_kinds(model: DecoderModel) -> list[tuple[object, ...]]:
-    """Return a key for each block. Blocks with equal keys do the same work: shapes of the
-    parameters and the way of attention."""
-    kinds: list[tuple[object, ...]] = []
-    for block in model.layers:
-        attention = block.get_submodule("attn")
-        kinds.append(
-            (
-                tuple((name, param.shape) for name, param in block.named_parameters()),
-                getattr(attention, "rotation", None) is None,
-                getattr(attention, "temperature", None) is None,
-                getattr(attention, "chunk_len", None),
-            )
-        )
-    return kinds
+    """Return a key for each block; see ``DecoderModel.block_kind``."""
+    return [model.block_kind(index) for index in range(len(model.layers))]
 
 
 def extrapolate(shallow: T, deep: T, depths: tuple[int, int], n_layers: float) -> T:

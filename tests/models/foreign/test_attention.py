@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.models import DecoderModel, TransformersConfig
 from fsdptoys.models.context import FULL_SEQUENCES
 from fsdptoys.models.documents import document_positions
@@ -17,13 +18,12 @@ from fsdptoys.models.foreign import attention as foreign_attention
 from fsdptoys.models.foreign.attention import attend, attends_by, make_mask, one_rank
 from fsdptoys.models.kernels import dense_mask
 from fsdptoys.models.ops import Ops
-from fsdptoys.parallel import FSDP2Config
+from fsdptoys.parallel import FSDP2Config, SingleConfig
 from fsdptoys.parallel.context import ContextForm, build_context
 from tests.harness.folders import build
 from tests.harness.foreign_families import SETTINGS
 from tests.harness.foreign_runs import (
     foreign_config,
-    single_config,
     tiny_model,
     train,
     train_plainly,
@@ -213,17 +213,20 @@ def test_families_that_mix_tokens_otherwise_are_found(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "form", "steps"),
+    ("family", "form", "checkpointing"),
     [
-        ("llama", ContextForm.ring, 5),
-        ("gemma3_text", ContextForm.gathered, 3),
-        pytest.param("gpt_oss", ContextForm.ulysses, 3, marks=pytest.mark.extended),
+        ("llama", ContextForm.ring, "none"),
+        ("gemma3_text", ContextForm.gathered, "full"),
+        pytest.param(
+            "gpt_oss", ContextForm.ulysses, "full", marks=pytest.mark.extended
+        ),
     ],
 )
 def test_runs_that_share_sequences_match_a_plain_loop(
-    family: str, form: ContextForm, steps: int
+    family: str, form: ContextForm, checkpointing: str
 ) -> None:
     """Oracle: transformers' own model in a plain loop: losses and norms of each step."""
+    memory = MemoryConfig(gradient_checkpointing=GradientCheckpointing(checkpointing))
     model = tiny_model(family)
     parallel = FSDP2Config(context=form)
     config = foreign_config(model, parallel, memory=memory, cp_size=2)

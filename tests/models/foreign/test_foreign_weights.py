@@ -9,17 +9,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fsdptoys.checkpoint.safetensors_io import slices
+from fsdptoys.models import TransformersConfig
 from fsdptoys.models.foreign.weights import (
     TransformersFormat,
     match_names,
     split_weights,
 )
-from tests.harness.foreign_families import FAMILIES, build_original
+from tests.harness.foreign_families import SETTINGS
+from tests.harness.foreign_folders import build_original
 from tests.harness.run_tables import extended
 from tests.harness.transformers_oracle import import_transformers
 
 SHORT = ("llama", "qwen3_moe", "gpt2", "deepseek_v3", "gpt_oss", "gemma3_text")
-ROWS = [name if name in SHORT else extended(name) for name in FAMILIES]
+ROWS = [name if name in SHORT else extended(name) for name in SETTINGS]
 
 
 def draw(original: Any) -> None:
@@ -31,7 +33,7 @@ def draw(original: Any) -> None:
 
 def own_format(original: Any) -> TransformersFormat:
     names = match_names(original, original)
-    return TransformersFormat(original, names, original.config.to_dict(), "folder")
+    return TransformersFormat(original, names, TransformersConfig())
 
 
 def weights_of(original: Any) -> dict[str, Tensor]:
@@ -85,7 +87,8 @@ def test_a_folder_of_this_version_is_found_by_its_own_names(
 @pytest.mark.oracle
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
 def test_names_without_the_base_model_and_fused_experts_are_found(family: str) -> None:
-    """Oracle: the names that were changed: without ``model.``, and experts as the model has them."""
+    """Oracle: the names that were changed: without ``model.``, and experts as the model has
+    them."""
     import_transformers()
     original = build_original(family)
     style = own_format(original)
