@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from fsdptoys.parallel.fsdp2 import FSDP2
+from fsdptoys.parallel.toy_ddp import ToyZero1
 from fsdptoys.train.trainer import Trainer
 
 from .measure import NamedTensors
@@ -21,7 +22,9 @@ def gradients(trainer: Trainer) -> Iterator[NamedTensors]:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     model = trainer.strategy.model
-    if isinstance(model, FullyShardedDataParallel):
+    if isinstance(trainer.strategy, ToyZero1):
+        yield []  # it keeps this rank's part of them, in flat slices
+    elif isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(
             model, with_grads=True, writeback=False
         ):
