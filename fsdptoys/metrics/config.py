@@ -129,7 +129,7 @@ class MetricsConfig:
 
     writers: list[str] = option([], effect=Effect.none)
     """Additional destinations of every step: tensorboard, wandb, csv, mlflow, trackio, or
-    registered ones, whose options are ``writers.NAME.KEY``."""
+    registered ones. Options of a writer are ``writers.NAME.KEY``."""
     wandb_project: str | None = option(
         None, effect=Effect.none, needs="metrics.writers=wandb"
     )
